@@ -1,0 +1,88 @@
+"""The shape of a model: one class for presets in `configs/model/` and for Hugging Face `config.json` files."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt
+
+Architecture = Literal["Qwen2ForCausalLM", "Qwen3ForCausalLM", "LlamaForCausalLM"]
+
+
+class ModelConfig(BaseModel):
+    """A decoder-only transformer in Megatron's key names. Immutable; two equal shapes compare equal."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    architecture: Architecture = Field(description="Hugging Face architecture; selects the weight-name table")
+    num_layers: PositiveInt
+    hidden_size: PositiveInt
+    ffn_hidden_size: PositiveInt
+    num_attention_heads: PositiveInt
+    num_query_groups: PositiveInt = Field(description="number of key/value heads")
+    kv_channels: PositiveInt = Field(description="dimension of one attention head")
+    vocab_size: PositiveInt = Field(description="rows of the embedding as stored in the checkpoint")
+    max_position_embeddings: PositiveInt
+    norm_epsilon: PositiveFloat = 1e-6
+    rotary_base: PositiveFloat = 10000.0
+    untie_embeddings_and_output_weights: bool = True
+    add_qkv_bias: bool = False
+    qk_layernorm: bool = False
+
+    @classmethod
+    def from_hf(cls, hf: dict[str, Any]) -> ModelConfig:
+        """Derive the shape from the contents of a Hugging Face `config.json`.
+
+        Raises:
+            ValueError: the architecture or a feature of it (rope scaling, sliding window, another activation,
+                a bias this table lacks) is not supported; names the key and value.
+        """
+        architecture = (hf.get("architectures") or [None])[0]
+        if architecture not in Architecture.__args__:  # type: ignore[attr-defined]
+            raise ValueError(f"architectures = {hf.get('architectures')!r} is not supported")
+        # transformers 5 nests rope settings; older files keep them at the top level
+        rope = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
+        rope_type = rope.get("rope_type", rope.get("type", "default"))
+        refused = {
+            "rope_type": rope_type != "default",
+            "hidden_act": hf.get("hidden_act", "silu") != "silu",
+            "use_sliding_window": bool(hf.get("use_sliding_window")),
+            "mlp_bias": bool(hf.get("mlp_bias")),
+            "attention_bias": bool(hf.get("attention_bias")),
+        }
+        for key, is_refused in refused.items():
+            if is_refused:
+                raise ValueError(f"{key} = {hf.get(key, rope_type)!r} is not supported for {architecture}")
+        heads = hf["num_attention_heads"]
+        return cls(
+            architecture=architecture,
+            num_layers=hf["num_hidden_layers"],
+            hidden_size=hf["hidden_size"],
+            ffn_hidden_size=hf["intermediate_size"],
+            num_attention_heads=heads,
+            num_query_groups=hf.get("num_key_value_heads") or heads,
+            kv_channels=hf.get("head_dim") or hf["hidden_size"] // heads,
+            vocab_size=hf["vocab_size"],
+            max_position_embeddings=hf["max_position_embeddings"],
+            norm_epsilon=hf.get("rms_norm_eps", 1e-6),
+            rotary_base=rope.get("rope_theta", hf.get("rope_theta", 10000.0)),
+            untie_embeddings_and_output_weights=not hf.get("tie_word_embeddings", False),
+            add_qkv_bias=architecture == "Qwen2ForCausalLM",
+            qk_layernorm=architecture == "Qwen3ForCausalLM",
+        )
+
+    def padded_vocab_size(self, tensor_parallel: int) -> int:
+        """Rows of the embedding held by all tensor-parallel ranks together; the surplus rows are masked out."""
+        return -(-self.vocab_size // tensor_parallel) * tensor_parallel
+
+    @property
+    def num_parameters(self) -> int:
+        """Number of weights, tied embeddings counted once."""
+        head_dim, hidden = self.kv_channels, self.hidden_size
+        q_size, kv_size = self.num_attention_heads * head_dim, self.num_query_groups * head_dim
+        attention = hidden * (q_size + 2 * kv_size) + q_size * hidden
+        bias = q_size + 2 * kv_size if self.add_qkv_bias else 0
+        qk_norm = 2 * head_dim if self.qk_layernorm else 0
+        layer = attention + bias + qk_norm + 3 * hidden * self.ffn_hidden_size + 2 * hidden
+        embeddings = self.vocab_size * hidden * (2 if self.untie_embeddings_and_output_weights else 1)
+        return self.num_layers * layer + embeddings + hidden

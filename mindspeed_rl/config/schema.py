@@ -1,0 +1,210 @@
+"""The configuration schema: every key, its type, default and meaning.
+
+Four sections in the layout MindSpeed RL users know. `megatron_training` holds training-engine defaults;
+`actor_config` overlays them for actor and reference (`Config.actor` is the result). Counts of samples —
+`global_batch_size`, `mini_batch_size` — are in **prompts**; micro-batch sizes are in **sequences** per rank.
+Unknown keys are refused; nothing here is accepted and ignored.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Annotated, Any, Literal
+
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field
+
+from mindspeed_rl.config.model import ModelConfig
+
+Count = Annotated[int, Field(ge=1, strict=True)]
+NonNegative = Annotated[float, Field(ge=0)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+Switch = Annotated[bool, Field(strict=True)]
+
+
+class Section(BaseModel):
+    """Base of all sections: no unknown keys, immutable after validation, non-finite numbers refused."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, populate_by_name=True)
+
+
+class MegatronConfig(Section):
+    """Keys of `megatron_training` (defaults for every model) and `actor_config` (overrides for the actor)."""
+
+    # run
+    stage: Literal["ray_grpo"] = Field("ray_grpo", description="training algorithm")
+    model: str = Field("auto", description="preset name from `defaults`, or `auto`: read the checkpoint's config.json")
+    global_batch_size: Count = Field(32, description="prompts per iteration, after which rollout weights are synced")
+    train_iters: Count = Field(100, description="iterations to run in all, a resumed run's earlier ones included")
+    save_interval: Count = Field(100, description="iterations between checkpoints; the last iteration is saved too")
+    seed: Annotated[int, Field(ge=0)] = Field(1234, description="seed of data order, sampling and initialisation")
+    # data
+    data_path: str | list[str] | None = Field(None, description="jsonl/parquet files, or a preprocessed prefix")
+    tokenizer_name_or_path: str | None = Field(None, description="Hugging Face folder that holds the tokenizer")
+    prompt_key: str = Field("prompt", description="column of the prompt: text, or a list of chat messages")
+    answer_key: str = Field("answer", description="column of the reference answer")
+    apply_chat_template: Switch = Field(False, description="wrap the prompt in the tokenizer's chat template")
+    system_prompt: str | None = Field(None, description="system message put first when a chat template is applied")
+    no_shuffle: Switch = Field(False, description="keep the data set's order instead of shuffling every epoch")
+    seq_length: Count = Field(1024, description="longest prompt + response that training accepts, in tokens")
+    # precision and parallel layout
+    bf16: Switch = Field(False, description="train in bfloat16 with float32 main weights; false: float32")
+    micro_batch_size: Count = Field(1, description="sequences per rank in one forward-backward pass")
+    tensor_model_parallel_size: Count = 1
+    pipeline_model_parallel_size: Count = 1
+    context_parallel_size: Count = 1
+    expert_model_parallel_size: Count = 1
+    sequence_parallel: Switch = False
+    use_distributed_optimizer: Switch = Field(True, description="shard optimizer state over data-parallel ranks")
+    recompute_granularity: Literal["full", "selective"] | None = Field(None, description="activation recomputation")
+    recompute_method: Literal["uniform", "block"] | None = None
+    recompute_num_layers: Count | None = None
+    distributed_timeout_minutes: Annotated[float, Field(gt=0)] = Field(10, description="deadline of one collective")
+    # optimizer
+    lr: Annotated[float, Field(gt=0)] = 1e-6
+    min_lr: NonNegative = 0.0
+    lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root"] = "constant"
+    lr_warmup_fraction: Fraction = Field(0.0, description="share of all optimizer steps spent on linear warm-up")
+    weight_decay: NonNegative = 0.01
+    clip_grad: NonNegative = Field(1.0, description="largest global gradient norm; 0: no clipping")
+    adam_beta1: Fraction = 0.9
+    adam_beta2: Fraction = 0.95
+    adam_eps: Annotated[float, Field(gt=0)] = 1e-8
+    # checkpoints
+    load: str | None = Field(None, description="Hugging Face folder, or a checkpoint folder of this trainer")
+    save: str | None = Field(None, description="folder for checkpoints; null: save none")
+    resume: Literal["auto", "never"] = Field("never", description="auto: go on from the newest checkpoint in `save`")
+    finetune: Switch = Field(False, description="take only the weights from `load`: iteration, data start afresh")
+    no_load_optim: Switch = Field(False, description="do not load optimizer and scheduler state")
+    no_load_rng: Switch = Field(False, description="do not load random-number state")
+    no_save_optim: Switch = Field(False, description="do not save optimizer and scheduler state")
+    no_save_rng: Switch = Field(False, description="do not save random-number state")
+
+
+class ResourceConfig(Section):
+    """Devices given to a role."""
+
+    num_npus: Count = Field(
+        1,
+        validation_alias=AliasChoices("num_npus", "num_devices"),
+        description="number of devices, of whatever kind runs (alias: num_devices)",
+    )
+
+
+class CustomRewardConfig(Section):
+    """A reward function of the user's: `name(prompt, response, label, **extra) -> float` in a Python file."""
+
+    path: str
+    name: str = "compute_score"
+
+
+class RLConfig(Section):
+    """Keys of `rl_config`."""
+
+    use_integrated_worker: Switch = Field(True, description="actor, reference and rollout share each device")
+    blocking: Switch = Field(False, description="true: stages in turn; false: scoring starts while others generate")
+    guarantee_order: Switch = Field(True, description="TransferDock hands rows out in data-set order")
+    shuffle_mini_batch: Switch = Field(False, description="shuffle the iteration's prompts into mini-batches")
+    # algorithm
+    gamma: Fraction = Field(1.0, description="reward discount factor")
+    lam: Fraction = Field(0.95, description="GAE lambda")
+    adv_estimator: Literal["group_norm", "grpo"] = Field("group_norm", description="advantage estimator")
+    kl_penalty: Literal["kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3"] = Field(
+        "low_var_kl", description="estimator of the KL divergence to the reference, added to the loss"
+    )
+    kl_ctrl_type: Literal["fixed", "adaptive"] = Field("fixed", description="controller of the KL coefficient")
+    init_kl_coef: NonNegative = Field(0.001, description="(initial) KL coefficient; 0: no reference model is kept")
+    kl_target: Annotated[float, Field(gt=0)] = Field(0.1, description="target KL of the adaptive controller")
+    kl_horizon: Annotated[float, Field(gt=0)] = Field(10000, description="horizon, in sequences, of the controller")
+    clip_ratio: Annotated[float, Field(gt=0, le=1)] = 0.2
+    entropy_coeff: float = Field(0.0, description="weight of the entropy bonus")
+    epochs: Count = Field(1, description="passes over an iteration's samples")
+    mini_batch_size: Count = Field(32, description="prompts per optimizer step")
+    n_samples_per_prompt: Count = Field(8, description="responses generated for each prompt (the group)")
+    max_prompt_length: Count = Field(512, description="longer prompts are dropped, and counted")
+    actor_forward_micro_batch_size: Count = Field(8, description="sequences a pass when computing old log-probs")
+    ref_forward_micro_batch_size: Count = Field(8, description="sequences a pass when computing reference log-probs")
+    # resources
+    actor_resource: ResourceConfig = ResourceConfig()
+    num_cpus_for_local_task: NonNegative = Field(1.0, description="CPUs Ray reserves for each local (CPU) actor")
+    start_timeout_minutes: Annotated[float, Field(gt=0)] = Field(30, description="deadline for start-up")
+    stage_timeout_minutes: Annotated[float, Field(gt=0)] = Field(60, description="deadline for one stage of a step")
+    # rewards
+    rule_reward: Switch = Field(True, description="score responses with rules (verifiers)")
+    verifier_function: list[str] = Field(["math_verify"], description="names of the verifiers")
+    verifier_weight: list[float] = Field([1.0], description="one weight a verifier; the reward is the weighted sum")
+    verifier_timeout: Annotated[float, Field(gt=0)] = Field(10.0, description="seconds a verifier may take a sample")
+    verifier_parallel: Count = Field(1, description="processes that run verifiers")
+    custom_reward_function: CustomRewardConfig | None = Field(None, description="what the verifier `custom` calls")
+    # logging
+    log_max_throughput: Switch = Field(False, description="tokens/s from the slowest rank's time instead of the mean")
+    use_tensorboard: Switch = True
+    use_wandb: Switch = False
+    wandb_project: str | None = None
+    wandb_exp_name: str | None = None
+    wandb_save_dir: str | None = None
+    use_swanlab: Switch = False
+    use_mlflow: Switch = False
+    sample_log_interval: Annotated[int, Field(ge=0)] = Field(10, description="steps between printed samples; 0: none")
+
+
+class SamplingConfig(Section):
+    """Keys of `generate_config.sampling_config`."""
+
+    logprobs: Switch | Annotated[int, Field(ge=0, le=1)] = Field(True, description="return sampled tokens' log-probs")
+    max_tokens: Count = Field(512, description="longest response in tokens")
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    top_k: Annotated[int, Field(ge=-1)] = -1
+    min_p: Fraction = 0.0
+    temperature: NonNegative = 1.0
+    detokenize: Switch = Field(False, description="let vLLM turn tokens into text (only samples' printing needs text)")
+    ignore_eos: Switch = Field(False, description="go on to max_tokens after an end-of-sequence token")
+
+
+class GenerateConfig(Section):
+    """Keys of `generate_config`."""
+
+    infer_tensor_parallel_size: Count = 1
+    infer_pipeline_parallel_size: Count = 1
+    infer_expert_parallel_size: Count = 1
+    enable_expert_parallel: Switch = False
+    trust_remote_code: Switch = False
+    offload_train_optimizer: Switch = Field(False, description="optimizer state on host memory while generating")
+    offload_train_grad: Switch = Field(False, description="release gradient buffers while generating")
+    offload_train_param: Switch = Field(False, description="training weights on host memory while generating")
+    offload_reference: Switch = Field(True, description="reference weights on host memory outside their stage")
+    resharding_bucket_mb: Annotated[float, Field(gt=0)] = Field(256, description="size of one resharding bucket, MiB")
+    # vLLM
+    max_num_seqs: Count = 256
+    max_model_len: Count = Field(1024, description="longest prompt + response in tokens")
+    max_num_batched_tokens: Count | None = None
+    enforce_eager: Switch = True
+    torchair_graph: Switch = False
+    enable_prefix_caching: Switch = True
+    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    gpu_memory_utilization: Annotated[float, Field(gt=0, lt=1)] = Field(0.5, description="share of device memory")
+    cpu_kv_cache_gib: Annotated[float, Field(gt=0)] = Field(1.0, description="KV cache of one rank on device: cpu")
+    num_scheduler_steps: Count = 1
+    per_request_seed: Switch = Field(
+        True, description="one seed a sample: results do not depend on layout or batching; false: faster on big batches"
+    )
+    sampling_config: SamplingConfig = SamplingConfig()
+
+
+class Config(Section):
+    """A whole run."""
+
+    megatron_training: MegatronConfig
+    actor_config: MegatronConfig = MegatronConfig()
+    rl_config: RLConfig = RLConfig()
+    generate_config: GenerateConfig = GenerateConfig()
+    model: dict[str, ModelConfig] = Field({}, description="model presets, filled by `defaults: - model: <preset>`")
+    device: Literal["auto", "npu", "cuda", "cpu"] = Field("auto", description="kind of device that runs")
+    ray_address: str | None = Field(None, description="running Ray cluster; null: RAY_ADDRESS, else start one here")
+    output_dir: str = Field("outputs", description="parent of the run folder: logs, metrics, resolved configuration")
+    run_name: str | None = Field(None, description="name of the run folder; null: configuration name and time")
+
+    @cached_property
+    def actor(self) -> MegatronConfig:
+        """`megatron_training` overlaid with the keys that `actor_config` sets."""
+        merged: dict[str, Any] = self.megatron_training.model_dump(exclude_unset=True)
+        return MegatronConfig(**{**merged, **self.actor_config.model_dump(exclude_unset=True)})

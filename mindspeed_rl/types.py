@@ -1,0 +1,45 @@
+"""Data types that cross package borders.
+
+Dimension legend, used in every shape in this project:
+`B` sequences, `G` samples a prompt (the group), `T` tokens packed (prompt and response, end to end),
+`R` response tokens packed, `L` padded length, `V` vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+
+@dataclass
+class RolloutBatch:
+    """Sequences of one claim, each a prompt and its response; lists have length `B`."""
+
+    prompts: list[torch.Tensor]  # B x [prompt length], int64
+    responses: list[torch.Tensor]  # B x [response length], int64
+    columns: dict[str, list[torch.Tensor]] = field(default_factory=dict)  # name -> B x [response length], float32
+
+    def __len__(self) -> int:
+        return len(self.prompts)
+
+    def slice(self, start: int, stop: int) -> RolloutBatch:
+        """Rows `start` to `stop` (exclusive)."""
+        return RolloutBatch(
+            self.prompts[start:stop],
+            self.responses[start:stop],
+            {name: values[start:stop] for name, values in self.columns.items()},
+        )
+
+    @property
+    def response_lengths(self) -> torch.Tensor:
+        """[B], int64."""
+        return torch.tensor([len(response) for response in self.responses], dtype=torch.int64)
+
+
+@dataclass(frozen=True)
+class Denominators:
+    """Sizes of the global mini-batch (all data-parallel ranks), fixed before the first backward pass."""
+
+    tokens: float  # response tokens that count (mask 1)
+    sequences: float  # sequences with at least one counted token
