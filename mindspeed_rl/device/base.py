@@ -1,0 +1,93 @@
+"""The one interface through which training and generation touch a device."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import torch
+
+
+class Device(Protocol):
+    """A kind of device, chosen once in each worker process.
+
+    Nothing here is called when the package is imported: `install` and `select` are what a worker does first.
+    """
+
+    name: str  # "npu" | "cuda" | "cpu"
+    collectives_backend: str  # torch.distributed backend
+    ray_resource: str | None  # Ray resource that counts these devices; None: plain CPUs
+    visible_devices_variable: str | None  # environment variable that narrows what a process sees
+
+    def install(self) -> None:
+        """Adapt Megatron-core to this device. Must run before megatron is first imported."""
+
+    def available(self) -> bool:
+        """True if this process can use such a device."""
+
+    def count(self) -> int:
+        """Devices visible to this process."""
+
+    def select(self, index: int) -> torch.device:
+        """Make device `index` the current one and return it."""
+
+    def current(self) -> torch.device:
+        """The current device."""
+
+    def synchronize(self) -> None:
+        """Wait for all queued work."""
+
+    def empty_cache(self) -> None:
+        """Give cached memory back."""
+
+    def memory_allocated(self) -> int:
+        """Bytes in use by tensors (on cpu: resident bytes of this process)."""
+
+    def max_memory_allocated(self) -> int:
+        """Largest `memory_allocated` since the last reset, in bytes."""
+
+    def reset_peak_memory(self) -> None:
+        """Start a new peak-memory measurement."""
+
+    def total_memory(self) -> int:
+        """Bytes on the device (on cpu: of the host)."""
+
+    def manual_seed(self, seed: int) -> None:
+        """Seed the device's default generator, and the host's."""
+
+    def rng_state(self) -> dict[str, torch.Tensor]:
+        """State of the host's and the device's default generators."""
+
+    def set_rng_state(self, state: dict[str, torch.Tensor]) -> None:
+        """Restore what `rng_state` returned."""
+
+    def stream(self) -> AbstractContextManager[Any]:
+        """A side stream as a context: work queued inside may overlap the current stream (cpu: none)."""
+
+    def wait_stream(self, stream: Any) -> None:
+        """Make the current stream wait for what was queued on `stream`."""
+
+    def pin(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A host copy of `tensor` in page-locked memory where the device has such a thing."""
+
+    def varlen_attention(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cu_seqlens: torch.Tensor, max_seqlen: int
+    ) -> torch.Tensor:
+        """Causal attention inside each of the packed sequences.
+
+        Args:
+            query: [T, heads, head dimension].
+            key: [T, key/value heads, head dimension]; `heads` is a multiple of it.
+            value: as `key`.
+            cu_seqlens: [B + 1] int32, where sequence i is rows cu_seqlens[i] to cu_seqlens[i + 1].
+            max_seqlen: length of the longest sequence.
+
+        Returns:
+            [T, heads, head dimension].
+        """
+
+    def rms_norm(self, hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """Root-mean-square norm over the last dimension (Zhang & Sennrich 2019)."""
+
+    def vllm_environment(self, kv_cache_gib: float) -> dict[str, str]:
+        """Environment that vLLM needs on this device, set before vllm is imported."""

@@ -1,0 +1,105 @@
+"""CPUs: the same code at small scale, with real Megatron-core over gloo and vLLM's CPU build."""
+
+from __future__ import annotations
+
+import os
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+
+class CpuDevice:
+    """See `mindspeed_rl.device.base.Device`."""
+
+    name = "cpu"
+    collectives_backend = "gloo"
+    ray_resource: str | None = None
+    visible_devices_variable: str | None = None
+
+    def install(self) -> None:
+        from mindspeed_rl.device.cpu_adaptor import redirect_cuda_to_cpu
+
+        redirect_cuda_to_cpu()
+
+    def available(self) -> bool:
+        return True
+
+    def count(self) -> int:
+        return os.cpu_count() or 1
+
+    def select(self, index: int) -> torch.device:
+        return self.current()
+
+    def current(self) -> torch.device:
+        return torch.device("cpu")
+
+    def synchronize(self) -> None:
+        """CPU work is done when the call returns."""
+
+    def empty_cache(self) -> None:
+        """There is no cache to give back."""
+
+    def memory_allocated(self) -> int:
+        return _status_bytes("VmRSS")
+
+    def max_memory_allocated(self) -> int:
+        return _status_bytes("VmHWM")
+
+    def reset_peak_memory(self) -> None:
+        with open("/proc/self/clear_refs", "w") as file:
+            file.write("5")  # 5: reset the peak resident set (man 5 proc)
+
+    def total_memory(self) -> int:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+    def manual_seed(self, seed: int) -> None:
+        torch.manual_seed(seed)
+
+    def rng_state(self) -> dict[str, torch.Tensor]:
+        return {"host": torch.get_rng_state()}
+
+    def set_rng_state(self, state: dict[str, torch.Tensor]) -> None:
+        torch.set_rng_state(state["host"])
+
+    def stream(self) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    def wait_stream(self, stream: Any) -> None:
+        """There is one stream."""
+
+    def pin(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.clone()
+
+    def varlen_attention(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cu_seqlens: torch.Tensor, max_seqlen: int
+    ) -> torch.Tensor:
+        """Pads to [B, heads, L, head dimension] for one SDPA call: under a causal mask, padding on the right is unseen."""
+        lengths = (cu_seqlens[1:] - cu_seqlens[:-1]).long()
+        total = query.shape[0]
+        row = torch.repeat_interleave(torch.arange(len(lengths)), lengths, output_size=total)
+        column = torch.arange(total) - torch.repeat_interleave(cu_seqlens[:-1].long(), lengths, output_size=total)
+
+        def pad(packed: torch.Tensor) -> torch.Tensor:
+            padded = packed.new_zeros(len(lengths), max_seqlen, *packed.shape[1:])
+            return padded.index_put((row, column), packed).transpose(1, 2)
+
+        output = F.scaled_dot_product_attention(pad(query), pad(key), pad(value), is_causal=True, enable_gqa=True)
+        return output.transpose(1, 2)[row, column]
+
+    def rms_norm(self, hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        return F.rms_norm(hidden, weight.shape, weight, eps)
+
+    def vllm_environment(self, kv_cache_gib: float) -> dict[str, str]:
+        # binding threads to cores would put all ranks of a machine on the same ones
+        return {"VLLM_CPU_KVCACHE_SPACE": str(max(1, round(kv_cache_gib))), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+
+
+def _status_bytes(field: str) -> int:
+    """A memory field of this process's status, in bytes (the kernel reports KiB)."""
+    with open("/proc/self/status") as file:
+        for line in file:
+            if line.startswith(field):
+                return int(line.split()[1]) * 1024
+    raise AssertionError(f"/proc/self/status has no {field}")

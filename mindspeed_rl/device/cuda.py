@@ -1,0 +1,89 @@
+"""NVIDIA GPUs."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+
+class CudaDevice:
+    """See `mindspeed_rl.device.base.Device`."""
+
+    name = "cuda"
+    collectives_backend = "nccl"
+    ray_resource: str | None = "GPU"
+    visible_devices_variable: str | None = "CUDA_VISIBLE_DEVICES"
+
+    def install(self) -> None:
+        """Megatron-core is written for CUDA: nothing to adapt."""
+
+    def available(self) -> bool:
+        return torch.cuda.is_available()
+
+    def count(self) -> int:
+        return torch.cuda.device_count()
+
+    def select(self, index: int) -> torch.device:
+        torch.cuda.set_device(index)
+        return self.current()
+
+    def current(self) -> torch.device:
+        return torch.device("cuda", torch.cuda.current_device())
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize()
+
+    def empty_cache(self) -> None:
+        torch.cuda.empty_cache()
+
+    def memory_allocated(self) -> int:
+        return torch.cuda.memory_allocated()
+
+    def max_memory_allocated(self) -> int:
+        return torch.cuda.max_memory_allocated()
+
+    def reset_peak_memory(self) -> None:
+        torch.cuda.reset_peak_memory_stats()
+
+    def total_memory(self) -> int:
+        return torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+
+    def manual_seed(self, seed: int) -> None:
+        torch.manual_seed(seed)
+
+    def rng_state(self) -> dict[str, torch.Tensor]:
+        return {"host": torch.get_rng_state(), "device": torch.cuda.get_rng_state()}
+
+    def set_rng_state(self, state: dict[str, torch.Tensor]) -> None:
+        torch.set_rng_state(state["host"])
+        torch.cuda.set_rng_state(state["device"])
+
+    def stream(self) -> AbstractContextManager[Any]:
+        return torch.cuda.stream(torch.cuda.Stream())
+
+    def wait_stream(self, stream: Any) -> None:
+        torch.cuda.current_stream().wait_stream(stream)
+
+    def pin(self, tensor: torch.Tensor) -> torch.Tensor:
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        return host.copy_(tensor, non_blocking=True)
+
+    def varlen_attention(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cu_seqlens: torch.Tensor, max_seqlen: int
+    ) -> torch.Tensor:
+        # flash attention for packed input, part of torch since 2.10
+        from torch.nn.attention.varlen import varlen_attn
+
+        repeats = query.shape[1] // key.shape[1]
+        if repeats > 1:
+            key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
+        return varlen_attn(query, key, value, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, window_size=(-1, 0))
+
+    def rms_norm(self, hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        return F.rms_norm(hidden, weight.shape, weight, eps)
+
+    def vllm_environment(self, kv_cache_gib: float) -> dict[str, str]:
+        return {}

@@ -1,0 +1,114 @@
+"""Ascend NPUs, through torch_npu and MindSpeed. Written to their published interfaces; never run on an NPU so far."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+
+
+def _npu() -> Any:
+    import torch_npu  # noqa: F401  (registers torch.npu)
+
+    return torch.npu  # type: ignore[attr-defined]
+
+
+class NpuDevice:
+    """See `mindspeed_rl.device.base.Device`."""
+
+    name = "npu"
+    collectives_backend = "hccl"
+    ray_resource: str | None = "NPU"
+    visible_devices_variable: str | None = "ASCEND_RT_VISIBLE_DEVICES"
+
+    def __init__(self) -> None:
+        self._causal_mask: torch.Tensor | None = None
+
+    def install(self) -> None:
+        """MindSpeed redirects torch.cuda to the NPU and patches Megatron-core; it must come before megatron."""
+        import torch_npu  # noqa: F401
+        from mindspeed import megatron_adaptor  # noqa: F401
+
+    def available(self) -> bool:
+        return find_spec("torch_npu") is not None and bool(_npu().is_available())
+
+    def count(self) -> int:
+        return int(_npu().device_count())
+
+    def select(self, index: int) -> torch.device:
+        _npu().set_device(index)
+        return self.current()
+
+    def current(self) -> torch.device:
+        return torch.device("npu", _npu().current_device())
+
+    def synchronize(self) -> None:
+        _npu().synchronize()
+
+    def empty_cache(self) -> None:
+        _npu().empty_cache()
+
+    def memory_allocated(self) -> int:
+        return int(_npu().memory_allocated())
+
+    def max_memory_allocated(self) -> int:
+        return int(_npu().max_memory_allocated())
+
+    def reset_peak_memory(self) -> None:
+        _npu().reset_peak_memory_stats()
+
+    def total_memory(self) -> int:
+        return int(_npu().get_device_properties(_npu().current_device()).total_memory)
+
+    def manual_seed(self, seed: int) -> None:
+        torch.manual_seed(seed)
+        _npu().manual_seed(seed)
+
+    def rng_state(self) -> dict[str, torch.Tensor]:
+        return {"host": torch.get_rng_state(), "device": _npu().get_rng_state()}
+
+    def set_rng_state(self, state: dict[str, torch.Tensor]) -> None:
+        torch.set_rng_state(state["host"])
+        _npu().set_rng_state(state["device"])
+
+    def stream(self) -> AbstractContextManager[Any]:
+        return _npu().stream(_npu().Stream())
+
+    def wait_stream(self, stream: Any) -> None:
+        _npu().current_stream().wait_stream(stream)
+
+    def pin(self, tensor: torch.Tensor) -> torch.Tensor:
+        host = torch.empty(tensor.shape, dtype=tensor.dtype).pin_memory()
+        return host.copy_(tensor, non_blocking=True)
+
+    def varlen_attention(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cu_seqlens: torch.Tensor, max_seqlen: int
+    ) -> torch.Tensor:
+        """Fused attention in TND layout; sparse mode 3 is right-down causal and takes a fixed 2048 × 2048 mask."""
+        import torch_npu
+
+        if self._causal_mask is None:
+            self._causal_mask = torch.triu(torch.ones(2048, 2048, dtype=torch.bool, device=query.device), diagonal=1)
+        ends = cu_seqlens[1:].tolist()
+        return torch_npu.npu_fusion_attention(
+            query,
+            key,
+            value,
+            query.shape[1],
+            input_layout="TND",
+            atten_mask=self._causal_mask,
+            scale=query.shape[-1] ** -0.5,
+            actual_seq_qlen=ends,
+            actual_seq_kvlen=ends,
+            sparse_mode=3,
+        )[0]
+
+    def rms_norm(self, hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        import torch_npu
+
+        return torch_npu.npu_rms_norm(hidden, weight, epsilon=eps)[0]
+
+    def vllm_environment(self, kv_cache_gib: float) -> dict[str, str]:
+        return {}

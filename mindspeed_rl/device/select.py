@@ -1,0 +1,29 @@
+"""Chooses the device of a process: explicitly, by name."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+from mindspeed_rl.common.errors import ConfigError, Violation
+from mindspeed_rl.device.base import Device
+
+
+def make_device(kind: str) -> Device:
+    """The device named `kind`: npu, cuda, cpu, or auto (the first of these that this process can use).
+
+    Raises:
+        ConfigError: `kind` names a device that this process cannot use.
+    """
+    from mindspeed_rl.device.cpu import CpuDevice
+    from mindspeed_rl.device.cuda import CudaDevice
+    from mindspeed_rl.device.npu import NpuDevice
+
+    kinds: dict[str, type[Device]] = {"npu": NpuDevice, "cuda": CudaDevice, "cpu": CpuDevice}
+    if kind == "auto":
+        return next(device for device in (cls() for cls in kinds.values()) if device.available())
+    device = kinds[kind]()
+    if not device.available():
+        package = {"npu": "torch_npu", "cuda": "torch"}[kind]
+        reason = f"package {package} is not installed" if find_spec(package) is None else "no such device is visible"
+        raise ConfigError([Violation("device", kind, reason, "choose another device, or auto")])
+    return device

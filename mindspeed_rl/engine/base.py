@@ -1,0 +1,80 @@
+"""What the integrated worker expects of a training engine and of a generation engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from mindspeed_rl.metrics.metric import MetricSet
+from mindspeed_rl.types import RolloutBatch
+
+# (micro-batch, log_probs [R] with gradient, entropy [R] or None) -> (scalar loss, metrics)
+LossFunction = Callable[[RolloutBatch, torch.Tensor, torch.Tensor | None], tuple[torch.Tensor, MetricSet]]
+
+
+@dataclass(frozen=True)
+class GenerationRequest:
+    """One response to generate."""
+
+    row: int  # the sample's row in the TransferDock
+    prompt: torch.Tensor  # [prompt length], int64
+    seed: int | None  # of this request's own generator; None: the engine's generator
+
+
+@dataclass(frozen=True)
+class Generation:
+    """A finished response."""
+
+    row: int
+    tokens: list[int]  # the end-of-sequence token included, if there was one
+    log_probs: list[float] | None  # of each token, under the distribution it was drawn from
+    text: str | None  # only if the engine was asked to turn tokens into text
+
+
+class TrainingEngine(Protocol):
+    """Actor and reference on this rank's shard of the training layout."""
+
+    is_output_rank: bool  # one rank of each model replica: log-probs and metrics come from it
+    data_parallel_rank: int
+    data_parallel_size: int
+
+    def log_probs(
+        self, batch: RolloutBatch, micro_batch_size: int, temperature: float, reference: bool = False
+    ) -> list[torch.Tensor] | None:
+        """Log-probs of the response tokens, B x [response length] float32 on the host; None off the output rank."""
+
+    def train_mini_batch(
+        self, batch: RolloutBatch, loss_function: LossFunction, micro_batch_size: int, temperature: float, entropy: bool
+    ) -> MetricSet:
+        """One optimizer step on this data-parallel rank's share of a mini-batch."""
+
+    def sum_over_data_parallel(self, values: Sequence[float]) -> list[float]:
+        """Element-wise sum over the data-parallel ranks."""
+
+    def export_weights(self, bucket_bytes: int) -> Iterator[tuple[str, torch.Tensor]]:
+        """All weights under their Hugging Face names, in the same order on every rank (a collective)."""
+
+    def state_dict(self, optimizer: bool, rng: bool) -> dict[str, Any]:
+        """This rank's state, as tensors and plain Python values."""
+
+    def load_state_dict(self, state: dict[str, Any], optimizer: bool, rng: bool) -> None:
+        """Restore what `state_dict` returned."""
+
+
+class GenerationEngine(Protocol):
+    """Rollout on this rank's shard of the generation layout."""
+
+    def generate(self, requests: Sequence[GenerationRequest]) -> Iterator[list[Generation]]:
+        """Yield after every engine step, with the responses that it finished (possibly none)."""
+
+    def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Take new weights, given under their Hugging Face names."""
+
+    def sleep(self) -> None:
+        """Give device memory (weights, KV cache) back."""
+
+    def wake_up(self, part: str) -> None:
+        """Take memory for `part`: "weights" or "kv_cache"."""

@@ -1,0 +1,282 @@
+"""Actor and reference in Megatron-core: log-probs, optimizer steps, weights in and out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state as mpu
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.models.gpt import GPTModel
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+
+from mindspeed_rl.algorithms.log_probs import vocab_parallel_log_probs
+from mindspeed_rl.checkpoint.hf import HFWeights
+from mindspeed_rl.common.errors import CheckpointError
+from mindspeed_rl.config.model import ModelConfig
+from mindspeed_rl.config.schema import MegatronConfig
+from mindspeed_rl.device.base import Device
+from mindspeed_rl.engine.base import LossFunction
+from mindspeed_rl.engine.megatron.model import build_model
+from mindspeed_rl.engine.megatron.offload import HostMemory
+from mindspeed_rl.engine.megatron.optimizer import Optimizer
+from mindspeed_rl.engine.megatron.packing import PackedMicroBatch, pack
+from mindspeed_rl.metrics.metric import MetricSet
+from mindspeed_rl.resharding.export import Topology, export_hf
+from mindspeed_rl.resharding.names import global_name, parameter_table
+from mindspeed_rl.types import RolloutBatch
+
+EMBEDDING, OUTPUT_LAYER = "embedding.word_embeddings.weight", "output_layer.weight"
+
+
+def initialize_parallel_state(cfg: MegatronConfig) -> None:
+    """Create Megatron's process groups over the existing torch.distributed world, and its RNG streams."""
+    mpu.initialize_model_parallel(
+        tensor_model_parallel_size=cfg.tensor_model_parallel_size,
+        pipeline_model_parallel_size=cfg.pipeline_model_parallel_size,
+        distributed_timeout_minutes=int(timedelta(minutes=cfg.distributed_timeout_minutes).total_seconds() // 60) or 1,
+    )
+    model_parallel_cuda_manual_seed(cfg.seed)
+
+
+class MegatronEngine:
+    """See `mindspeed_rl.engine.base.TrainingEngine`.
+
+    Args:
+        cfg: the actor's configuration.
+        model: shape of the model.
+        device: this process's device.
+        total_steps: optimizer steps of the whole run, for the learning-rate schedule.
+        weights: Hugging Face checkpoint that actor and reference start from.
+        with_reference: keep a frozen copy of the starting weights.
+        offload_reference: keep that copy on host memory outside its stage.
+    """
+
+    def __init__(
+        self,
+        cfg: MegatronConfig,
+        model: ModelConfig,
+        device: Device,
+        total_steps: int,
+        weights: HFWeights,
+        with_reference: bool,
+        offload_reference: bool = False,
+    ):
+        self.cfg, self.model_config, self.device = cfg, model, device
+        self.data_parallel_rank = mpu.get_data_parallel_rank()
+        self.data_parallel_size = mpu.get_data_parallel_world_size()
+        self.is_output_rank = mpu.is_pipeline_last_stage() and mpu.get_tensor_model_parallel_rank() == 0
+
+        module = build_model(cfg, model, device)
+        self._load_hf(module, weights)
+        self.actor = DistributedDataParallel(
+            module.config,
+            DistributedDataParallelConfig(
+                grad_reduce_in_fp32=True,
+                use_distributed_optimizer=cfg.use_distributed_optimizer,
+                check_for_nan_in_grad=True,
+            ),
+            module,
+        )
+        self.optimizer = Optimizer(cfg, self.actor, total_steps)
+        self._away = {part: HostMemory(device, keep=part != "grad") for part in ("param", "grad", "optimizer")}
+
+        self.reference: GPTModel | None = None
+        self._reference_memory = HostMemory(device) if offload_reference and device.name != "cpu" else None
+        if with_reference:
+            self.reference = build_model(cfg, model, device).requires_grad_(False)
+            self._load_hf(self.reference, weights)
+            if self._reference_memory:
+                self._reference_memory.offload(self.reference.parameters())
+
+    # ---- weights -------------------------------------------------------------------------------------------------
+
+    def _local_parameters(self, module: GPTModel) -> dict[str, tuple[str, torch.Tensor]]:
+        """Local name -> (name in the full model, tensor) of every parameter on this rank."""
+        offset = get_transformer_layer_offset(module.config)
+        return {name: (global_name(name, offset), tensor) for name, tensor in module.named_parameters()}
+
+    def _load_hf(self, module: GPTModel, weights: HFWeights) -> None:
+        table = {parameter.name: parameter for parameter in parameter_table(self.model_config)}
+        tp_rank, tp_size = mpu.get_tensor_model_parallel_rank(), mpu.get_tensor_model_parallel_world_size()
+        with torch.no_grad():
+            for name, tensor in self._local_parameters(module).values():
+                # with tied embeddings the last pipeline stage holds a second copy
+                entry = table[EMBEDDING if name == OUTPUT_LAYER and name not in table else name]
+                tensor.copy_(entry.load_shard(weights, tp_rank, tp_size))
+
+    def export_weights(self, bucket_bytes: int) -> Iterator[tuple[str, torch.Tensor]]:
+        """All of the actor's weights under their Hugging Face names (a collective)."""
+        table = {parameter.name for parameter in parameter_table(self.model_config)}
+        named = self._local_parameters(self.actor.module)
+        exported = {name: tensor.detach() for name, (full, tensor) in named.items() if full in table}
+        return export_hf(exported, self.model_config, self._topology(), bucket_bytes)
+
+    def _topology(self) -> Topology:
+        return Topology(
+            tp_rank=mpu.get_tensor_model_parallel_rank(),
+            tp_size=mpu.get_tensor_model_parallel_world_size(),
+            pp_rank=mpu.get_pipeline_model_parallel_rank(),
+            pp_size=mpu.get_pipeline_model_parallel_world_size(),
+            tp_group=mpu.get_tensor_model_parallel_group(),
+            pp_group=mpu.get_pipeline_model_parallel_group(),
+        )
+
+    # ---- passes --------------------------------------------------------------------------------------------------
+
+    def _run(
+        self,
+        model: torch.nn.Module,
+        batch: RolloutBatch,
+        micro_batch_size: int,
+        on_logits: Any,
+        forward_only: bool,
+    ) -> list[Any]:
+        """Run Megatron's schedule over the micro-batches; what `on_logits` gives for each, on the last stage."""
+        multiple = self.cfg.tensor_model_parallel_size if self.cfg.sequence_parallel else 1
+        chunks = [batch.slice(i, i + micro_batch_size) for i in range(0, len(batch), micro_batch_size)]
+        micro_batches = [pack(chunk, self.device.current(), multiple) for chunk in chunks]
+
+        def forward(iterator: Iterator[PackedMicroBatch], module: torch.nn.Module) -> tuple[torch.Tensor, Any]:
+            micro = next(iterator)
+            output = module(micro.tokens, micro.positions, None, packed_seq_params=micro.params)
+            return output, partial(on_logits, micro)
+
+        return get_forward_backward_func()(
+            forward_step_func=forward,
+            data_iterator=iter(micro_batches),
+            model=[model],
+            num_microbatches=len(micro_batches),
+            seq_length=max((micro.tokens.shape[1] for micro in micro_batches), default=0),
+            micro_batch_size=1,  # a packed micro-batch is one row of T tokens
+            forward_only=forward_only,
+            collect_non_loss_data=forward_only,
+        )
+
+    def _response_log_probs(
+        self, micro: PackedMicroBatch, logits: torch.Tensor, temperature: float, entropy: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        return vocab_parallel_log_probs(
+            logits[0, micro.predictors],
+            micro.targets,
+            mpu.get_tensor_model_parallel_group(),
+            self.model_config.vocab_size,
+            temperature=temperature,
+            with_entropy=entropy,
+        )
+
+    @torch.no_grad()
+    def log_probs(
+        self, batch: RolloutBatch, micro_batch_size: int, temperature: float, reference: bool = False
+    ) -> list[torch.Tensor] | None:
+        """Log-probs of the response tokens, B x [response length] float32 on the host; None off the output rank."""
+        model = self.reference if reference else self.actor
+        assert model is not None, "this run keeps no reference model"
+
+        def on_logits(micro: PackedMicroBatch, logits: torch.Tensor, non_loss_data: bool) -> list[torch.Tensor]:
+            values, _ = self._response_log_probs(micro, logits, temperature, entropy=False)
+            return list(values.cpu().split(micro.batch.response_lengths.tolist()))
+
+        memory = self._reference_memory if reference else None
+        if memory:
+            memory.onload()
+        results = self._run(model, batch, micro_batch_size, on_logits, forward_only=True)
+        if memory and self.reference:
+            memory.offload(self.reference.parameters())
+        return [values for micro in results for values in micro] if self.is_output_rank else None
+
+    def train_mini_batch(
+        self, batch: RolloutBatch, loss_function: LossFunction, micro_batch_size: int, temperature: float, entropy: bool
+    ) -> MetricSet:
+        """One optimizer step on this data-parallel rank's share of a mini-batch.
+
+        Raises:
+            RuntimeError: a gradient is not finite (raised by Megatron before the step is taken).
+        """
+
+        def on_logits(micro: PackedMicroBatch, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, MetricSet]:
+            log_probs, entropies = self._response_log_probs(micro, logits, temperature, entropy)
+            loss, metrics = loss_function(micro.batch, log_probs, entropies)
+            # the token count, second, would only matter if Megatron were asked to divide by it
+            return loss, torch.ones((), dtype=torch.int, device=loss.device), metrics
+
+        self.optimizer.zero_grad()
+        results = self._run(self.actor, batch, micro_batch_size, on_logits, forward_only=False)
+        finalize_model_grads([self.actor])
+        grad_norm, learning_rate = self.optimizer.step()
+        metrics = MetricSet()
+        if self.is_output_rank:
+            for result in results:
+                metrics.merge(result)
+            metrics.mean("grad_norm", grad_norm)
+            metrics.mean("lr", learning_rate)
+        return metrics
+
+    def sum_over_data_parallel(self, values: Sequence[float]) -> list[float]:
+        """Element-wise sum over the data-parallel ranks."""
+        total = torch.tensor(values, dtype=torch.float32, device=self.device.current())
+        dist.all_reduce(total, group=mpu.get_data_parallel_group())
+        return total.tolist()
+
+    # ---- memory --------------------------------------------------------------------------------------------------
+
+    def offload(self, part: str) -> None:
+        """Move "param", "grad" or "optimizer" off the device (gradients are dropped); a no-op if it is away."""
+        if self._away[part].is_away:
+            return
+        buffers = [*self.actor.buffers, *self.actor.expert_parallel_buffers]
+        tensors: dict[str, Sequence[torch.Tensor]] = {
+            "param": [buffer.param_data for buffer in buffers if buffer.param_data is not None],
+            "grad": [buffer.grad_data for buffer in buffers],
+            "optimizer": self.optimizer.tensors(),
+        }
+        # without the distributed optimizer every parameter has a storage of its own
+        chosen = tensors[part] or (list(self.actor.parameters()) if part == "param" else [])
+        self._away[part].offload(chosen)
+
+    def onload(self, part: str) -> None:
+        """Bring "param", "grad" or "optimizer" back; a no-op if it is not away."""
+        self._away[part].onload()
+
+    # ---- state ---------------------------------------------------------------------------------------------------
+
+    def state_dict(self, optimizer: bool, rng: bool) -> dict[str, Any]:
+        """This rank's state, as tensors and plain Python values."""
+        named = self._local_parameters(self.actor.module)
+        state: dict[str, Any] = {"model": {name: tensor.detach().cpu().clone() for name, (_, tensor) in named.items()}}
+        if optimizer:
+            state["optimizer"] = self.optimizer.state_dict()
+        if rng:
+            state["rng"] = {**self.device.rng_state(), "tracker": dict(get_cuda_rng_tracker().get_states())}
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any], optimizer: bool, rng: bool) -> None:
+        """Restore what `state_dict` returned.
+
+        Raises:
+            CheckpointError: a parameter is missing or has another shape, or a part that was asked for is not there.
+        """
+        for part, wanted in (("optimizer", optimizer), ("rng", rng)):
+            if wanted and part not in state:
+                key = {"optimizer": "no_load_optim", "rng": "no_load_rng"}[part]
+                raise CheckpointError(f"the checkpoint holds no {part} state (saved without it): set {key}: true")
+        with torch.no_grad():
+            for name, (_, tensor) in self._local_parameters(self.actor.module).items():
+                saved = state["model"].get(name)
+                if saved is None or saved.shape != tensor.shape:
+                    found = "nothing" if saved is None else f"shape {tuple(saved.shape)}"
+                    raise CheckpointError(f"checkpoint has {found} for {name}, the model {tuple(tensor.shape)}")
+                tensor.copy_(saved)
+        if optimizer:
+            self.optimizer.load_state_dict(state["optimizer"])
+        else:
+            self.optimizer.reload_weights()
+        if rng:
+            self.device.set_rng_state(state["rng"])
+            get_cuda_rng_tracker().set_states(state["rng"]["tracker"])

@@ -1,0 +1,85 @@
+"""Builds Megatron-core models from our configuration."""
+
+from __future__ import annotations
+
+import torch
+from megatron.core import parallel_state as mpu
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from mindspeed_rl.config.model import ModelConfig
+from mindspeed_rl.config.schema import MegatronConfig
+from mindspeed_rl.device.base import Device
+from mindspeed_rl.engine.megatron.modules import PackedAttention, RMSNorm, use_packed_rotary_embedding
+
+
+def transformer_config(cfg: MegatronConfig, model: ModelConfig, device: Device) -> TransformerConfig:
+    """Megatron's configuration of `model` under the parallel layout and precision of `cfg`."""
+    dtype = torch.bfloat16 if cfg.bf16 else torch.float32
+    return TransformerConfig(
+        num_layers=model.num_layers,
+        hidden_size=model.hidden_size,
+        ffn_hidden_size=model.ffn_hidden_size,
+        num_attention_heads=model.num_attention_heads,
+        num_query_groups=model.num_query_groups,
+        kv_channels=model.kv_channels,
+        normalization="RMSNorm",
+        layernorm_epsilon=model.norm_epsilon,
+        qk_layernorm=model.qk_layernorm,
+        add_qkv_bias=model.add_qkv_bias,
+        add_bias_linear=False,
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        bf16=cfg.bf16,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        tensor_model_parallel_size=cfg.tensor_model_parallel_size,
+        pipeline_model_parallel_size=cfg.pipeline_model_parallel_size,
+        sequence_parallel=cfg.sequence_parallel,
+        # micro-batches are packed: their token counts differ, so stages tell each other the shapes
+        variable_seq_lengths=cfg.pipeline_model_parallel_size > 1,
+        recompute_granularity=cfg.recompute_granularity,
+        recompute_method=cfg.recompute_method,
+        recompute_num_layers=cfg.recompute_num_layers,
+        # the loss arrives with global denominators: gradients are summed, never averaged, over DP and micro-batches
+        calculate_per_token_loss=True,
+        perform_initialization=False,  # every weight comes from a checkpoint
+        use_cpu_initialization=device.name == "cpu",
+        masked_softmax_fusion=False,
+        persist_layer_norm=False,
+        gradient_accumulation_fusion=False,
+        bias_dropout_fusion=False,
+        bias_activation_fusion=device.name == "cuda",
+    )
+
+
+def build_model(cfg: MegatronConfig, model: ModelConfig, device: Device) -> GPTModel:
+    """This rank's part of the model; its weights are not initialised."""
+    config = transformer_config(cfg, model, device)
+    use_packed_rotary_embedding()
+    layer = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=model.qk_layernorm)
+    norm = ModuleSpec(module=RMSNorm, params={"device": device})
+    attention = layer.submodules.self_attention.submodules
+    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = norm
+    attention.core_attention = ModuleSpec(module=PackedAttention, params={"device": device})
+    if model.qk_layernorm:
+        attention.q_layernorm = attention.k_layernorm = norm
+    block = TransformerBlockSubmodules(layer_specs=[layer] * get_num_layers_to_build(config), layer_norm=norm)
+    built = GPTModel(
+        config,
+        block,
+        vocab_size=model.padded_vocab_size(cfg.tensor_model_parallel_size),
+        max_sequence_length=model.max_position_embeddings,
+        pre_process=mpu.is_pipeline_first_stage(),
+        post_process=mpu.is_pipeline_last_stage(),
+        parallel_output=True,
+        share_embeddings_and_output_weights=not model.untie_embeddings_and_output_weights,
+        position_embedding_type="rope",
+        rotary_base=model.rotary_base,
+    )
+    return built.to(device.current())

@@ -1,0 +1,70 @@
+"""Modules put into Megatron's local layer spec: packed attention, norm and rotary embedding, by device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.models.common.embeddings import rope_utils
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer import attention as megatron_attention
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from mindspeed_rl.device.base import Device
+
+
+class PackedAttention(torch.nn.Module):
+    """Core attention over sequences packed end to end: each token sees its own sequence up to itself."""
+
+    def __init__(self, config: TransformerConfig, device: Device, **_: Any):
+        super().__init__()
+        self.device = device
+
+    def forward(
+        self,
+        query: torch.Tensor,  # [T, heads, head dimension], this tensor-parallel rank's heads
+        key: torch.Tensor,  # [T, key/value heads, head dimension]
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        packed_seq_params: PackedSeqParams | None = None,
+        **_: Any,
+    ) -> torch.Tensor:
+        """[T, heads * head dimension]."""
+        assert packed_seq_params is not None, "training input is always packed"
+        cu_seqlens, max_seqlen = packed_seq_params.cu_seqlens_q, packed_seq_params.max_seqlen_q
+        return self.device.varlen_attention(query, key, value, cu_seqlens, max_seqlen).flatten(1)
+
+
+class RMSNorm(torch.nn.Module):
+    """The device's RMS norm; its gradient is summed over tensor-parallel ranks under sequence parallelism."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, device: Device, eps: float = 1e-6, **_: Any):
+        super().__init__()
+        self.device, self.eps = device, eps
+        self.weight = torch.nn.Parameter(
+            torch.ones(hidden_size, dtype=config.params_dtype, device=torch.cuda.current_device())
+        )
+        # Megatron all-reduces the gradients of parameters that carry this mark
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.device.rms_norm(hidden, self.weight, self.eps)
+
+
+def _rotate_packed(
+    hidden: torch.Tensor, freqs: torch.Tensor, config: TransformerConfig, cu_seqlens: torch.Tensor | None = None, **_: Any
+) -> torch.Tensor:
+    """Rotary embedding of packed tokens [T, heads, dimension] without a loop over the sequences."""
+    assert cu_seqlens is not None, "training input is always packed"
+    lengths = (cu_seqlens[1:] - cu_seqlens[:-1]).long()
+    starts = torch.repeat_interleave(cu_seqlens[:-1].long(), lengths, output_size=len(hidden))
+    positions = torch.arange(len(hidden), device=hidden.device) - starts
+    rotated = rope_utils._apply_rotary_pos_emb_bshd(
+        hidden.unsqueeze(1), freqs[positions], rotary_interleaved=config.rotary_interleaved
+    )
+    return rotated.squeeze(1)
+
+
+def use_packed_rotary_embedding() -> None:
+    """Megatron's own routine for packed input splits, rotates and joins sequence by sequence."""
+    megatron_attention.apply_rotary_pos_emb = _rotate_packed

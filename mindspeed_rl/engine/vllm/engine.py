@@ -1,0 +1,113 @@
+"""Rollout with vLLM inside the training process, over the training world (`external_launcher`)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from mindspeed_rl.config.schema import GenerateConfig
+from mindspeed_rl.device.base import Device
+from mindspeed_rl.engine.base import Generation, GenerationRequest
+
+
+class VllmEngine:
+    """See `mindspeed_rl.engine.base.GenerationEngine`. Its weights are meaningless until `update_weights`.
+
+    Args:
+        cfg: generation settings.
+        model_folder: Hugging Face folder; its configuration is read, its weights are not.
+        device: this process's device.
+        seed: of the engine's own generator; the same on the ranks of one tensor-parallel group.
+        stop_tokens: ids that end a response.
+    """
+
+    def __init__(self, cfg: GenerateConfig, model_folder: str, device: Device, seed: int, stop_tokens: Sequence[int]):
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine must share this process with Megatron
+        os.environ.update(device.vllm_environment(cfg.cpu_kv_cache_gib))
+        from vllm import LLM
+
+        self.cfg, self.device = cfg, device
+        self.stop_tokens = [] if cfg.sampling_config.ignore_eos else list(stop_tokens)
+        self.can_sleep = device.name != "cpu"
+        self.llm = LLM(
+            model=model_folder,
+            load_format="dummy",
+            skip_tokenizer_init=not cfg.sampling_config.detokenize,
+            trust_remote_code=cfg.trust_remote_code,
+            dtype=cfg.dtype,
+            tensor_parallel_size=cfg.infer_tensor_parallel_size,
+            distributed_executor_backend="external_launcher",
+            max_model_len=cfg.max_model_len,
+            max_num_seqs=cfg.max_num_seqs,
+            max_num_batched_tokens=cfg.max_num_batched_tokens,
+            enforce_eager=cfg.enforce_eager,
+            enable_prefix_caching=cfg.enable_prefix_caching,
+            gpu_memory_utilization=cfg.gpu_memory_utilization,
+            enable_sleep_mode=self.can_sleep,
+            logprobs_mode="processed_logprobs",  # after temperature and truncation: what was really sampled from
+            disable_log_stats=True,
+            seed=seed,
+        )
+
+    def _sampling_params(self, request: GenerationRequest) -> Any:
+        from vllm import SamplingParams
+
+        sampling = self.cfg.sampling_config
+        return SamplingParams(
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            min_p=sampling.min_p,
+            max_tokens=sampling.max_tokens,
+            logprobs=0 if sampling.logprobs else None,  # 0: of the sampled token alone
+            seed=request.seed,
+            stop_token_ids=self.stop_tokens,
+            ignore_eos=sampling.ignore_eos,
+            detokenize=sampling.detokenize,
+        )
+
+    def generate(self, requests: Sequence[GenerationRequest]) -> Iterator[list[Generation]]:
+        """Yield after every engine step, with the responses that it finished (possibly none)."""
+        engine = self.llm.llm_engine
+        for request in requests:
+            prompt: Any = {"prompt_token_ids": request.prompt.tolist()}
+            engine.add_request(str(request.row), prompt, self._sampling_params(request))
+        while engine.has_unfinished_requests():
+            yield [self._generation(output) for output in engine.step() if output.finished]
+
+    def _generation(self, output: Any) -> Generation:
+        completion = output.outputs[0]
+        tokens = list(completion.token_ids)
+        log_probs = None
+        if completion.logprobs is not None:
+            log_probs = [entry[token].logprob for token, entry in zip(tokens, completion.logprobs, strict=True)]
+        text = completion.text if self.cfg.sampling_config.detokenize else None
+        return Generation(int(output.request_id), tokens, log_probs, text)
+
+    def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Take new weights, given under their Hugging Face names, and forget all cached prefixes."""
+        # on the CPU, layers are re-packed after loading, which only `reload_weights` knows how to undo
+        load = _reload_weights if self.device.name == "cpu" else _load_weights
+        self.llm.collective_rpc(load, args=(weights,))
+        self.llm.reset_prefix_cache()
+
+    def sleep(self) -> None:
+        """Give device memory (weights, KV cache) back."""
+        if self.can_sleep:
+            self.llm.sleep(level=2)
+
+    def wake_up(self, part: str) -> None:
+        """Take memory for `part`: "weights" or "kv_cache"."""
+        if self.can_sleep:
+            self.llm.wake_up(tags=[part])
+
+
+def _reload_weights(worker: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+    worker.reload_weights(weights_iterator=iter(weights))
+
+
+def _load_weights(worker: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+    worker.model_runner.model.load_weights(weights)
