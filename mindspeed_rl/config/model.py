@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
 
 Architecture = Literal["Qwen2ForCausalLM", "Qwen3ForCausalLM", "LlamaForCausalLM"]
+_REQUIRED_KEYS = (
+    "num_hidden_layers",
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "vocab_size",
+    "max_position_embeddings",
+)
 
 
 class ModelConfig(BaseModel):
@@ -34,26 +42,33 @@ class ModelConfig(BaseModel):
         """Derive the shape from the contents of a Hugging Face `config.json`.
 
         Raises:
-            ValueError: the architecture or a feature of it (rope scaling, sliding window, another activation,
-                a bias this table lacks) is not supported; names the key and value.
+            ValueError: a key is missing, or the architecture or a feature of it (rope scaling, sliding window,
+                another activation, quantized weights, a bias the weight-name table lacks) is not supported;
+                names the key and value.
         """
         architecture = (hf.get("architectures") or [None])[0]
-        if architecture not in Architecture.__args__:  # type: ignore[attr-defined]
+        if architecture not in get_args(Architecture):
             raise ValueError(f"architectures = {hf.get('architectures')!r} is not supported")
+        missing = [key for key in _REQUIRED_KEYS if hf.get(key) is None]
+        if missing:
+            raise ValueError(f"the configuration of {architecture} lacks {', '.join(missing)}")
         # transformers 5 nests rope settings; older files keep them at the top level
         rope = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
-        rope_type = rope.get("rope_type", rope.get("type", "default"))
-        refused = {
-            "rope_type": rope_type != "default",
-            "hidden_act": hf.get("hidden_act", "silu") != "silu",
-            "use_sliding_window": bool(hf.get("use_sliding_window")),
-            "mlp_bias": bool(hf.get("mlp_bias")),
-            "attention_bias": bool(hf.get("attention_bias")),
+        features = {
+            "rope_type": (rope.get("rope_type", rope.get("type", "default")), "default"),
+            "partial_rotary_factor": (rope.get("partial_rotary_factor", hf.get("partial_rotary_factor", 1.0)), 1.0),
+            "hidden_act": (hf.get("hidden_act", "silu"), "silu"),
+            "use_sliding_window": (bool(hf.get("use_sliding_window")), False),
+            "mlp_bias": (bool(hf.get("mlp_bias")), False),
+            "attention_bias": (bool(hf.get("attention_bias")), False),
+            "quantization_config": (hf.get("quantization_config"), None),
         }
-        for key, is_refused in refused.items():
-            if is_refused:
-                raise ValueError(f"{key} = {hf.get(key, rope_type)!r} is not supported for {architecture}")
+        for key, (value, supported) in features.items():
+            if value != supported:
+                raise ValueError(f"{key} = {value!r} is not supported for {architecture} (only {supported!r})")
         heads = hf["num_attention_heads"]
+        # Qwen3's heads do not divide its hidden size; files without the key mean the class's default
+        default_head_dim = 128 if architecture == "Qwen3ForCausalLM" else hf["hidden_size"] // heads
         return cls(
             architecture=architecture,
             num_layers=hf["num_hidden_layers"],
@@ -61,7 +76,7 @@ class ModelConfig(BaseModel):
             ffn_hidden_size=hf["intermediate_size"],
             num_attention_heads=heads,
             num_query_groups=hf.get("num_key_value_heads") or heads,
-            kv_channels=hf.get("head_dim") or hf["hidden_size"] // heads,
+            kv_channels=hf.get("head_dim") or default_head_dim,
             vocab_size=hf["vocab_size"],
             max_position_embeddings=hf["max_position_embeddings"],
             norm_epsilon=hf.get("rms_norm_eps", 1e-6),
@@ -70,6 +85,15 @@ class ModelConfig(BaseModel):
             add_qkv_bias=architecture == "Qwen2ForCausalLM",
             qk_layernorm=architecture == "Qwen3ForCausalLM",
         )
+
+    @model_validator(mode="after")
+    def _check_heads(self) -> ModelConfig:
+        if self.num_attention_heads % self.num_query_groups:
+            raise ValueError(
+                f"num_attention_heads = {self.num_attention_heads} is not a multiple of "
+                f"num_query_groups = {self.num_query_groups}"
+            )
+        return self
 
     def padded_vocab_size(self, tensor_parallel: int) -> int:
         """Rows of the embedding held by all tensor-parallel ranks together; the surplus rows are masked out."""

@@ -1,0 +1,166 @@
+"""Training weights as Hugging Face tensors on every rank, through bucketed collectives.
+
+Stage by stage, a stage's shards are packed into flat byte buckets. A bucket goes from its stage to the other stages
+(one broadcast over the pipeline group), then from every tensor-parallel rank to the others (one all-gather). In this
+order the links between stages carry each byte once, not once a tensor-parallel rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+
+import torch
+import torch.distributed as dist
+
+from mindspeed_rl.common.errors import CheckpointError
+from mindspeed_rl.config.model import ModelConfig
+from mindspeed_rl.resharding.layout import Layout
+from mindspeed_rl.resharding.names import Parameter, Shape
+
+ALIGNMENT = 16  # bytes; a multiple of every element size, so that each slot can be viewed in its own dtype
+
+
+@dataclass(frozen=True)
+class Topology:
+    """This rank's place in the layout and the groups it talks to (None where the size is 1)."""
+
+    layout: Layout
+    tp_rank: int = 0
+    pp_rank: int = 0
+    tp_group: dist.ProcessGroup | None = None
+    pp_group: dist.ProcessGroup | None = None
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A shard's place in a bucket."""
+
+    parameter: Parameter
+    local_name: str
+    dtype: torch.dtype
+    shape: Shape  # of one shard
+    offset: int  # bytes
+
+    @property
+    def end(self) -> int:
+        return self.offset + prod(self.shape) * self.dtype.itemsize
+
+    def view(self, flat: torch.Tensor) -> torch.Tensor:
+        """The shard inside a bucket's bytes."""
+        return flat[self.offset : self.end].view(self.dtype).view(self.shape)
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Shards of one pipeline stage that travel together."""
+
+    stage: int
+    slots: tuple[Slot, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return _align(self.slots[-1].end)
+
+
+def _align(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+def plan_export(
+    local_params: Mapping[str, torch.Tensor], model: ModelConfig, topology: Topology, bucket_bytes: int
+) -> list[Bucket]:
+    """The buckets of an export: equal on every rank, to be reused while names, shapes and dtypes stay.
+
+    All ranks of the pipeline group call this together (one small object collective, for the dtypes).
+
+    Raises:
+        CheckpointError: a parameter of this stage is missing or has another shape than the model says.
+    """
+    layout = topology.layout
+    tp_size = layout.tensor_parallel
+    dtypes = _local_dtypes(local_params, layout.owned(model, topology.pp_rank), tp_size)
+    stage_dtypes = [dtypes]
+    if topology.pp_group is not None:
+        stage_dtypes = [{} for _ in layout.stages]
+        dist.all_gather_object(stage_dtypes, dtypes, group=topology.pp_group)
+    buckets: list[Bucket] = []
+    for stage in range(layout.pipeline_parallel):
+        slots: list[Slot] = []
+        offset = 0
+        for name, parameter in layout.owned(model, stage).items():
+            slot = Slot(parameter, name, stage_dtypes[stage][name], parameter.local_shape(tp_size), offset)
+            if slots and slot.end > bucket_bytes:
+                buckets.append(Bucket(stage, tuple(slots)))
+                slots, slot = [], Slot(parameter, name, slot.dtype, slot.shape, offset=0)
+            slots.append(slot)
+            offset = _align(slot.end)
+        if slots:
+            buckets.append(Bucket(stage, tuple(slots)))
+    return buckets
+
+
+def _local_dtypes(
+    local_params: Mapping[str, torch.Tensor], owned: Mapping[str, Parameter], tp_size: int
+) -> dict[str, torch.dtype]:
+    missing = [name for name in owned if name not in local_params]
+    if missing:
+        raise CheckpointError(f"the model lacks {len(missing)} parameters of the name table: {', '.join(missing)}")
+    for name, parameter in owned.items():
+        found, expected = tuple(local_params[name].shape), parameter.local_shape(tp_size)
+        if found != expected:
+            raise CheckpointError(
+                f"{name} has shape {found}, but the name table says {expected} at TP size {tp_size}"
+            )
+    return {name: local_params[name].dtype for name in owned}
+
+
+def export_hf(
+    local_params: Mapping[str, torch.Tensor],
+    model: ModelConfig,
+    topology: Topology,
+    bucket_bytes: int,
+    plan: list[Bucket] | None = None,
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every tensor of the Hugging Face checkpoint, in full, in the same order on every rank.
+
+    All ranks iterate together and to the end: a bucket's collectives run when its first tensor is asked for.
+    Beside the tensors handed out, (tensor-parallel size + 1) x `bucket_bytes` of memory are in use; a shard larger
+    than `bucket_bytes` has a bucket of its own. Tensors keep their dtype and device; they may be views of the
+    parameters, so they are to be read or copied, not written.
+
+    Args:
+        local_params: this rank's shards by Megatron name, layers counted from 0 on each stage.
+        plan: result of `plan_export`; made afresh if None.
+
+    Raises:
+        CheckpointError: see `plan_export`.
+    """
+    for bucket in plan_export(local_params, model, topology, bucket_bytes) if plan is None else plan:
+        if topology.tp_group is None and topology.pp_group is None:
+            for slot in bucket.slots:
+                yield from slot.parameter.to_hf(local_params[slot.local_name].detach())
+        else:
+            gathered = _exchange(bucket, local_params, topology)
+            for slot in bucket.slots:
+                yield from slot.parameter.shards_to_hf([slot.view(flat) for flat in gathered])
+            del gathered  # before the next bucket is allocated
+
+
+def _exchange(bucket: Bucket, local_params: Mapping[str, torch.Tensor], topology: Topology) -> list[torch.Tensor]:
+    """The bucket's bytes of every tensor-parallel rank."""
+    device = next(iter(local_params.values())).device
+    mine = torch.empty(bucket.nbytes, dtype=torch.uint8, device=device)
+    if bucket.stage == topology.pp_rank:
+        for slot in bucket.slots:
+            slot.view(mine).copy_(local_params[slot.local_name].detach())
+    if topology.pp_group is not None:
+        source = dist.get_global_rank(topology.pp_group, bucket.stage)
+        dist.broadcast(mine, source, group=topology.pp_group)
+    if topology.tp_group is None:
+        return [mine]
+    tp_size = topology.layout.tensor_parallel
+    gathered = torch.empty(tp_size * bucket.nbytes, dtype=torch.uint8, device=device)
+    dist.all_gather_into_tensor(gathered, mine, group=topology.tp_group)
+    return list(gathered.chunk(tp_size))

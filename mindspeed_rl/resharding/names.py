@@ -1,0 +1,288 @@
+"""Megatron-core parameter names, shapes and shards, and what they are called in a Hugging Face checkpoint.
+
+A model family is a *table* of `Row`s (`TABLES`); everything else follows from it. One rule covers every row:
+
+    a tensor-parallel shard  =  merge(its slice of each Hugging Face tensor)
+
+Slices are even cuts along `tp_dim`. Merging one tensor does nothing; `gate_up` puts the gate rows above the up rows;
+`qkv` interleaves by query group: (q rows, k rows, v rows) of the first group, then of the second, and so on.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import torch
+
+from mindspeed_rl.common.errors import CheckpointError
+from mindspeed_rl.config.model import ModelConfig
+
+Transform = Literal["plain", "qkv", "gate_up", "vocab"]
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One kind of parameter. `{layer}` in the names stands for the layer's index."""
+
+    megatron: str
+    hf: Mapping[str, tuple[str, ...]]  # Hugging Face name -> its shape in the sizes of `_sizes`
+    tp_dim: int | None  # dimension cut by tensor parallelism; None: every rank holds the whole
+    transform: Transform = "plain"
+    condition: str | None = None  # field of ModelConfig that must be true for the parameter to exist
+
+
+_MCORE, _HF = "decoder.layers.{layer}.", "model.layers.{layer}."
+
+DENSE_TABLE = (
+    Row("embedding.word_embeddings.weight", {"model.embed_tokens.weight": ("vocab", "hidden")}, 0, "vocab"),
+    Row(_MCORE + "input_layernorm.weight", {_HF + "input_layernorm.weight": ("hidden",)}, None),
+    Row(
+        _MCORE + "self_attention.linear_qkv.weight",
+        {
+            _HF + "self_attn.q_proj.weight": ("query", "hidden"),
+            _HF + "self_attn.k_proj.weight": ("key", "hidden"),
+            _HF + "self_attn.v_proj.weight": ("key", "hidden"),
+        },
+        0,
+        "qkv",
+    ),
+    Row(
+        _MCORE + "self_attention.linear_qkv.bias",
+        {
+            _HF + "self_attn.q_proj.bias": ("query",),
+            _HF + "self_attn.k_proj.bias": ("key",),
+            _HF + "self_attn.v_proj.bias": ("key",),
+        },
+        0,
+        "qkv",
+        condition="add_qkv_bias",
+    ),
+    Row(
+        _MCORE + "self_attention.q_layernorm.weight",
+        {_HF + "self_attn.q_norm.weight": ("head",)},
+        None,
+        condition="qk_layernorm",
+    ),
+    Row(
+        _MCORE + "self_attention.k_layernorm.weight",
+        {_HF + "self_attn.k_norm.weight": ("head",)},
+        None,
+        condition="qk_layernorm",
+    ),
+    Row(_MCORE + "self_attention.linear_proj.weight", {_HF + "self_attn.o_proj.weight": ("hidden", "query")}, 1),
+    Row(_MCORE + "pre_mlp_layernorm.weight", {_HF + "post_attention_layernorm.weight": ("hidden",)}, None),
+    Row(
+        _MCORE + "mlp.linear_fc1.weight",
+        {_HF + "mlp.gate_proj.weight": ("ffn", "hidden"), _HF + "mlp.up_proj.weight": ("ffn", "hidden")},
+        0,
+        "gate_up",
+    ),
+    Row(_MCORE + "mlp.linear_fc2.weight", {_HF + "mlp.down_proj.weight": ("hidden", "ffn")}, 1),
+    Row("decoder.final_layernorm.weight", {"model.norm.weight": ("hidden",)}, None),
+    Row(
+        "output_layer.weight",
+        {"lm_head.weight": ("vocab", "hidden")},
+        0,
+        "vocab",
+        condition="untie_embeddings_and_output_weights",
+    ),
+)
+# With tied embeddings the last of several pipeline stages keeps its own copy of the embedding.
+TIED_OUTPUT = Row("output_layer.weight", {"model.embed_tokens.weight": ("vocab", "hidden")}, 0, "vocab")
+
+TABLES: dict[str, tuple[Row, ...]] = {
+    "Qwen2ForCausalLM": DENSE_TABLE,
+    "Qwen3ForCausalLM": DENSE_TABLE,
+    "LlamaForCausalLM": DENSE_TABLE,
+}
+
+
+def _sizes(model: ModelConfig) -> dict[str, int]:
+    return {
+        "vocab": model.vocab_size,
+        "hidden": model.hidden_size,
+        "ffn": model.ffn_hidden_size,
+        "query": model.num_attention_heads * model.kv_channels,
+        "key": model.num_query_groups * model.kv_channels,
+        "head": model.kv_channels,
+    }
+
+
+class TensorReader(Protocol):
+    """What `Parameter.load_shard` reads from."""
+
+    def slice(self, name: str) -> Any:
+        """An object with `get_shape()` whose `[...]` reads only the rows or columns asked for."""
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One parameter of the whole model.
+
+    `full` tensors below are what Megatron holds without tensor parallelism: all heads, all rows, no vocabulary
+    padding. `shard` adds zero rows so that the vocabulary divides evenly; `unshard` drops them again.
+    """
+
+    name: str  # Megatron name with the global layer index
+    hf_names: tuple[str, ...]
+    hf_shapes: tuple[Shape, ...]
+    tp_dim: int | None
+    transform: Transform
+    groups: int  # query groups that `qkv` interleaves; 1 otherwise
+    layer: int | None  # global layer index; None outside the layers
+
+    @property
+    def shape(self) -> Shape:
+        """Shape of the full tensor."""
+        return (sum(shape[0] for shape in self.hf_shapes), *self.hf_shapes[0][1:])
+
+    def local_shape(self, tp_size: int) -> Shape:
+        """Shape of one of `tp_size` shards."""
+        pieces = self._piece_shapes(tp_size)
+        return (sum(shape[0] for shape in pieces), *pieces[0][1:])
+
+    def to_hf(self, full: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+        """Hugging Face names and tensors of a full tensor; views of it where the memory order allows."""
+        return self.shards_to_hf([full])
+
+    def from_hf(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Full tensor from the Hugging Face tensors, in the order of `hf_names`."""
+        return self._cut_and_merge(tensors, [tuple(tensor.shape) for tensor in tensors], 0, 1)
+
+    def shard(self, full: torch.Tensor, tp_rank: int, tp_size: int) -> torch.Tensor:
+        """The part of a full tensor that rank `tp_rank` of `tp_size` holds (possibly a view)."""
+        tensors = [tensor for _, tensor in self.to_hf(full)]
+        return self._cut_and_merge(tensors, self.hf_shapes, tp_rank, tp_size)
+
+    def unshard(self, shards: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Full tensor from all shards in the order of tensor-parallel ranks: the exact inverse of `shard`."""
+        return self.from_hf([tensor for _, tensor in self.shards_to_hf(shards)])
+
+    def load_shard(self, reader: TensorReader, tp_rank: int, tp_size: int) -> torch.Tensor:
+        """This rank's part, reading no more of the checkpoint than that.
+
+        Raises:
+            CheckpointError: a tensor is missing, has another shape than the model, or cannot be cut `tp_size` ways.
+        """
+        slices = [reader.slice(name) for name in self.hf_names]
+        return self._cut_and_merge(slices, [tuple(item.get_shape()) for item in slices], tp_rank, tp_size)
+
+    def shards_to_hf(self, shards: Sequence[torch.Tensor]) -> list[tuple[str, torch.Tensor]]:
+        """`to_hf(unshard(shards))` without building the full Megatron tensor in between."""
+        tp_size = len(shards)
+        expected = self.local_shape(tp_size)
+        for tp_rank, shard in enumerate(shards):
+            if tuple(shard.shape) != expected:
+                where = f"tensor-parallel rank {tp_rank} of {tp_size}"
+                raise CheckpointError(f"{self.name} on {where} has shape {tuple(shard.shape)}, expected {expected}")
+        if self.tp_dim is None:
+            shards = shards[:1]
+        rows = [shape[0] for shape in self._piece_shapes(tp_size)]
+        pieces = [_split(shard, rows, self._local_groups(tp_size)) for shard in shards]
+        tensors = [
+            parts[0] if len(parts) == 1 else torch.cat(parts, dim=self.tp_dim or 0)
+            for parts in zip(*pieces, strict=True)
+        ]
+        return [
+            (name, tensor[: shape[0]])  # drops the vocabulary padding
+            for name, tensor, shape in zip(self.hf_names, tensors, self.hf_shapes, strict=True)
+        ]
+
+    def _cut_and_merge(
+        self, sources: Sequence[Any], shapes: Sequence[Shape], tp_rank: int, tp_size: int
+    ) -> torch.Tensor:
+        for name, shape, expected in zip(self.hf_names, shapes, self.hf_shapes, strict=True):
+            if shape != expected:
+                raise CheckpointError(f"{name} has shape {shape}, but the model's configuration says {expected}")
+        piece_shapes = self._piece_shapes(tp_size)
+        pieces = [
+            self._cut(source, full, piece, tp_rank)
+            for source, full, piece in zip(sources, self.hf_shapes, piece_shapes, strict=True)
+        ]
+        return _merge(pieces, self._local_groups(tp_size))
+
+    def _cut(self, source: Any, full: Shape, piece: Shape, tp_rank: int) -> torch.Tensor:
+        """Slice of a tensor, or of a reader's lazy slice; past the end of the vocabulary come zero rows."""
+        if full == piece:
+            return source[:]
+        if self.tp_dim == 1:
+            return source[:, tp_rank * piece[1] : (tp_rank + 1) * piece[1]].contiguous()
+        start = min(tp_rank * piece[0], full[0])
+        stop = min(start + piece[0], full[0])
+        # a lazy slice cannot be empty, so a rank that holds nothing but padding reads one row and drops it
+        rows = source[start:stop] if start < stop else source[:1][:0]
+        missing = piece[0] - rows.shape[0]
+        return torch.cat([rows, rows.new_zeros(missing, *piece[1:])]) if missing else rows
+
+    def _piece_shapes(self, tp_size: int) -> list[Shape]:
+        """Shape of one rank's slice of each Hugging Face tensor."""
+        if self.tp_dim is None:
+            return list(self.hf_shapes)
+        if self.groups % tp_size and self.transform == "qkv":
+            raise CheckpointError(f"{self.name}: {self.groups} query groups cannot be divided by TP size {tp_size}")
+        pieces = []
+        for shape in self.hf_shapes:
+            size = shape[self.tp_dim]
+            if size % tp_size and self.transform != "vocab":
+                raise CheckpointError(f"{self.name}: dimension of {size} cannot be divided by TP size {tp_size}")
+            pieces.append((*shape[: self.tp_dim], -(-size // tp_size), *shape[self.tp_dim + 1 :]))
+        return pieces
+
+    def _local_groups(self, tp_size: int) -> int:
+        return self.groups // tp_size if self.transform == "qkv" else 1
+
+
+def _merge(pieces: list[torch.Tensor], groups: int) -> torch.Tensor:
+    if len(pieces) == 1:
+        return pieces[0]
+    return torch.cat([piece.unflatten(0, (groups, -1)) for piece in pieces], dim=1).flatten(0, 1)
+
+
+def _split(merged: torch.Tensor, rows: list[int], groups: int) -> list[torch.Tensor]:
+    if len(rows) == 1:
+        return [merged]
+    pieces = merged.unflatten(0, (groups, -1)).split([count // groups for count in rows], dim=1)
+    return [piece.flatten(0, 1) for piece in pieces]
+
+
+def parameter_table(model: ModelConfig) -> list[Parameter]:
+    """Every parameter of the whole model, from the embedding to the output layer; a tied output layer is absent."""
+    rows = [row for row in TABLES[model.architecture] if row.condition is None or getattr(model, row.condition)]
+    of_layer = [row for row in rows if "{layer}" in row.megatron]
+    first = rows.index(of_layer[0])  # rows above the layers' rows come before the layers, rows below after them
+    return [
+        *(make_parameter(row, model) for row in rows[:first]),
+        *(make_parameter(row, model, layer) for layer in range(model.num_layers) for row in of_layer),
+        *(make_parameter(row, model) for row in rows[first + len(of_layer) :]),
+    ]
+
+
+def make_parameter(row: Row, model: ModelConfig, layer: int | None = None) -> Parameter:
+    """Fill a row of the table with a model's sizes and a layer's index."""
+    sizes = _sizes(model)
+    return Parameter(
+        name=row.megatron.format(layer=layer),
+        hf_names=tuple(name.format(layer=layer) for name in row.hf),
+        hf_shapes=tuple(tuple(sizes[size] for size in shape) for shape in row.hf.values()),
+        tp_dim=row.tp_dim,
+        transform=row.transform,
+        groups=model.num_query_groups if row.transform == "qkv" else 1,
+        layer=layer,
+    )
+
+
+_LAYER_INDEX = re.compile(r"(?<=^decoder\.layers\.)\d+(?=\.)")
+
+
+def global_name(local_name: str, layer_offset: int) -> str:
+    """Name in the whole model of a pipeline stage's parameter; the stage's first layer is layer `layer_offset`."""
+    return _LAYER_INDEX.sub(lambda match: str(int(match.group()) + layer_offset), local_name)
+
+
+def local_name(name: str, layer_offset: int) -> str:
+    """Inverse of `global_name`."""
+    return global_name(name, -layer_offset)

@@ -1,0 +1,156 @@
+"""Export through real collectives (gloo): every rank gets the Hugging Face tensors bit for bit."""
+
+import itertools
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from mindspeed_rl.common.errors import CheckpointError
+from mindspeed_rl.config.model import ModelConfig
+from mindspeed_rl.resharding.export import Topology, export_hf, plan_export
+from mindspeed_rl.resharding.layout import Layout
+from mindspeed_rl.resharding.names import parameter_table
+
+torch.set_num_threads(1)
+BUCKET = 4000
+
+
+def tiny_model(**overrides) -> ModelConfig:
+    values = {
+        "architecture": "Qwen2ForCausalLM",
+        "num_layers": 3,
+        "hidden_size": 16,
+        "ffn_hidden_size": 24,
+        "num_attention_heads": 4,
+        "num_query_groups": 2,
+        "kv_channels": 6,
+        "vocab_size": 45,
+        "max_position_embeddings": 64,
+        "add_qkv_bias": True,
+        "qk_layernorm": True,
+    }
+    return ModelConfig(**{**values, **overrides})
+
+
+def full_weights(model):
+    """Hugging Face tensors: bfloat16, but layer norms in float32."""
+    generator = torch.Generator().manual_seed(5)
+    weights = {}
+    for parameter in parameter_table(model):
+        dtype = torch.float32 if "norm" in parameter.name else torch.bfloat16
+        for name, shape in zip(parameter.hf_names, parameter.hf_shapes, strict=True):
+            weights[name] = torch.randn(shape, generator=generator).to(dtype)
+    return weights
+
+
+def shards_of(weights, model, layout, tp_rank, pp_rank):
+    return {
+        name: torch.nn.Parameter(
+            parameter.shard(
+                parameter.from_hf([weights[hf_name] for hf_name in parameter.hf_names]),
+                tp_rank,
+                layout.tensor_parallel,
+            )
+        )
+        for name, parameter in layout.held(model, pp_rank).items()
+    }
+
+
+def topology_of(layout, rank):
+    tp_rank, pp_rank, _ = layout.coordinates(rank)
+    tp_group = pp_group = None
+    if layout.tensor_parallel > 1:
+        for stage in range(layout.pipeline_parallel):
+            ranks = [layout.rank(other, stage) for other in range(layout.tensor_parallel)]
+            group = dist.new_group(ranks)
+            tp_group = group if rank in ranks else tp_group
+    if layout.pipeline_parallel > 1:
+        for other in range(layout.tensor_parallel):
+            ranks = [layout.rank(other, stage) for stage in range(layout.pipeline_parallel)]
+            group = dist.new_group(ranks)
+            pp_group = group if rank in ranks else pp_group
+    return Topology(layout, tp_rank, pp_rank, tp_group, pp_group)
+
+
+def export_and_compare(rank, layout, models, rendezvous):
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=layout.world_size)
+    topology = topology_of(layout, rank)
+    calls = []
+    gather, broadcast = dist.all_gather_into_tensor, dist.broadcast
+    dist.all_gather_into_tensor = lambda *args, **kwargs: (calls.append("gather"), gather(*args, **kwargs))[1]
+    dist.broadcast = lambda *args, **kwargs: (calls.append("broadcast"), broadcast(*args, **kwargs))[1]
+    for model in models:
+        weights = full_weights(model)
+        local = shards_of(weights, model, layout, topology.tp_rank, topology.pp_rank)
+        plan = plan_export(local, model, topology, BUCKET)
+        calls.clear()
+        # twice, the second time with a plan that is reused and a consumer that keeps every tensor
+        for exported in (export_hf(local, model, topology, BUCKET), list(export_hf(local, model, topology, 1, plan))):
+            names = []
+            for name, tensor in exported:
+                names.append(name)
+                assert tensor.dtype == weights[name].dtype
+                assert not tensor.requires_grad
+                assert torch.equal(tensor, weights[name]), name
+            assert names == [name for parameter in parameter_table(model) for name in parameter.hf_names]
+        assert calls.count("gather") == (2 * len(plan) if layout.tensor_parallel > 1 else 0)
+        assert calls.count("broadcast") == (2 * len(plan) if layout.pipeline_parallel > 1 else 0)
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(2, (range(0, 3),)),
+        Layout(1, (range(0, 1), range(1, 3))),
+        Layout(2, (range(0, 2), range(2, 3))),
+    ],
+    ids=["tp2", "pp2", "tp2pp2"],
+)
+def test_every_rank_gets_every_tensor_bit_for_bit(layout, tmp_path):
+    models = [tiny_model(), tiny_model(untie_embeddings_and_output_weights=False, vocab_size=46)]
+    mp.spawn(export_and_compare, (layout, models, tmp_path / "rendezvous"), nprocs=layout.world_size)
+
+
+def test_one_rank_copies_no_more_than_the_layout_needs():
+    model = tiny_model(architecture="LlamaForCausalLM")
+    layout = Layout.even(model)
+    weights = full_weights(model)
+    local = shards_of(weights, model, layout, 0, 0)
+    exported = dict(export_hf(local, model, Topology(layout), BUCKET))
+    assert exported.keys() == weights.keys()
+    assert all(torch.equal(exported[name], weights[name]) for name in weights)
+    shared = exported["model.layers.0.mlp.up_proj.weight"].untyped_storage().data_ptr()
+    assert shared == local["decoder.layers.0.mlp.linear_fc1.weight"].untyped_storage().data_ptr()
+
+
+def test_buckets_hold_all_shards_within_their_size():
+    model = tiny_model()
+    layout = Layout.even(model)
+    local = shards_of(full_weights(model), model, layout, 0, 0)
+    plan = plan_export(local, model, Topology(layout), BUCKET)
+    slots = [slot for bucket in plan for slot in bucket.slots]
+    assert [slot.parameter for slot in slots] == parameter_table(model)
+    assert all(bucket.slots[-1].end <= BUCKET for bucket in plan)
+    for bucket in plan:
+        assert bucket.slots[0].offset == 0
+        assert all(before.end <= after.offset for before, after in itertools.pairwise(bucket.slots))
+    assert len(plan) < len(slots) / 3
+    # smaller than any shard: each has a bucket of its own
+    assert len(plan_export(local, model, Topology(layout), 1)) == len(slots)
+
+
+def test_parameters_that_do_not_fit_the_table_are_named():
+    model = tiny_model()
+    layout = Layout.even(model)
+    local = dict(shards_of(full_weights(model), model, layout, 0, 0))
+    topology = Topology(layout)
+    final = local.pop("decoder.final_layernorm.weight")
+    with pytest.raises(CheckpointError, match=r"lacks 1 parameters of the name table: decoder\.final_layernorm"):
+        next(export_hf(local, model, topology, BUCKET))
+    local["decoder.final_layernorm.weight"] = final[:3]
+    with pytest.raises(CheckpointError, match=r"shape \(3,\), but the name table says \(16,\) at TP size 1"):
+        next(export_hf(local, model, topology, BUCKET))

@@ -1,0 +1,166 @@
+"""The name table against Hugging Face models, explicit layouts written out by hand, and round trips."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from mindspeed_rl.common.errors import CheckpointError
+from mindspeed_rl.config.model import ModelConfig
+from mindspeed_rl.resharding.layout import Layout
+from mindspeed_rl.resharding.names import global_name, local_name, parameter_table
+
+torch.set_num_threads(1)
+
+
+def hf_model(model_type: str, **overrides):
+    values = {
+        "vocab_size": 50,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 4,
+        "tie_word_embeddings": False,
+    }
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **{**values, **overrides}))
+
+
+def shape_of(model) -> ModelConfig:
+    return ModelConfig.from_hf({**model.config.to_dict(), "architectures": [type(model).__name__]})
+
+
+@pytest.mark.parametrize("model_type", ["qwen2", "qwen3", "llama"])
+@pytest.mark.parametrize("tie", [False, True])
+def test_table_covers_exactly_the_weights_of_the_hugging_face_model(model_type, tie):
+    model = hf_model(model_type, tie_word_embeddings=tie)
+    config = shape_of(model)
+    expected = {name: tuple(value.shape) for name, value in model.named_parameters()}  # tied weights once
+    found = {}
+    for parameter in parameter_table(config):
+        found.update(zip(parameter.hf_names, parameter.hf_shapes, strict=True))
+    assert found == expected
+    assert config.num_parameters == sum(value.numel() for value in model.parameters())
+
+
+def test_query_groups_are_interleaved_and_cut_by_rank():
+    config = shape_of(hf_model("qwen2"))
+    parameter = next(p for p in parameter_table(config) if p.name.endswith("layers.1.self_attention.linear_qkv.bias"))
+    query = torch.tensor([100.0 * head + i for head in range(8) for i in range(4)])
+    key = torch.tensor([1000.0 + 100 * group + i for group in range(4) for i in range(4)])
+    value = key + 1000
+    expected = []
+    for group in range(4):  # two query heads, then the key and the value head they share
+        expected += [100.0 * head + i for head in (2 * group, 2 * group + 1) for i in range(4)]
+        expected += [1000.0 + 100 * group + i for i in range(4)] + [2000.0 + 100 * group + i for i in range(4)]
+    full = parameter.from_hf([query, key, value])
+    assert full.tolist() == expected
+    assert parameter.shard(full, 1, 2).tolist() == expected[32:]
+    assert [name for name, _ in parameter.to_hf(full)] == [
+        f"model.layers.1.self_attn.{projection}_proj.bias" for projection in "qkv"
+    ]
+
+
+def test_gate_and_up_are_cut_separately():
+    config = shape_of(hf_model("llama"))
+    parameter = next(p for p in parameter_table(config) if p.name == "decoder.layers.0.mlp.linear_fc1.weight")
+    gate, up = torch.rand(48, 32), torch.rand(48, 32)
+    full = parameter.from_hf([gate, up])
+    assert torch.equal(full, torch.cat([gate, up]))
+    assert torch.equal(parameter.shard(full, 1, 4), torch.cat([gate[12:24], up[12:24]]))
+
+
+def test_vocabulary_is_padded_with_zeros_and_trimmed():
+    config = shape_of(hf_model("llama", vocab_size=5))
+    parameter = parameter_table(config)[0]
+    full = torch.rand(parameter.shape)
+    shards = [parameter.shard(full, rank, 4) for rank in range(4)]
+    assert parameter.local_shape(4) == (config.padded_vocab_size(4) // 4, 32) == (2, 32)
+    assert torch.equal(torch.cat(shards), torch.cat([full, torch.zeros(3, 32)]))
+    assert torch.equal(parameter.unshard(shards), full)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    tp_size=st.sampled_from([1, 2, 4]),
+    heads_per_group=st.integers(1, 3),
+    groups=st.sampled_from([4, 8]),
+    head_dim=st.sampled_from([2, 6]),
+    vocab=st.integers(1, 21),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+)
+def test_unshard_inverts_shard_for_any_shape(tp_size, heads_per_group, groups, head_dim, vocab, dtype):
+    config = ModelConfig(
+        architecture="Qwen3ForCausalLM",
+        num_layers=1,
+        hidden_size=8,
+        ffn_hidden_size=12,
+        num_attention_heads=groups * heads_per_group,
+        num_query_groups=groups,
+        kv_channels=head_dim,
+        vocab_size=vocab,
+        max_position_embeddings=16,
+        add_qkv_bias=True,
+        qk_layernorm=True,
+    )
+    for parameter in parameter_table(config):
+        tensors = [torch.randn(shape).to(dtype) for shape in parameter.hf_shapes]
+        full = parameter.from_hf(tensors)
+        assert tuple(full.shape) == parameter.shape
+        shards = [parameter.shard(full, rank, tp_size) for rank in range(tp_size)]
+        assert {tuple(shard.shape) for shard in shards} == {parameter.local_shape(tp_size)}
+        assert torch.equal(parameter.unshard(shards), full)
+        for (name, tensor), expected, hf_name in zip(
+            parameter.shards_to_hf(shards), tensors, parameter.hf_names, strict=True
+        ):
+            assert name == hf_name
+            assert torch.equal(tensor, expected)
+            assert tensor.dtype == dtype
+
+
+def test_layer_indices_of_a_stage():
+    name = "decoder.layers.1.mlp.linear_fc2.weight"
+    assert global_name(name, 12) == "decoder.layers.13.mlp.linear_fc2.weight"
+    assert local_name(global_name(name, 12), 12) == name
+    assert global_name("decoder.final_layernorm.weight", 12) == "decoder.final_layernorm.weight"
+
+
+def test_stages_own_every_parameter_once():
+    config = shape_of(hf_model("qwen3", tie_word_embeddings=True))
+    layout = Layout(1, (range(0, 1), range(1, 4)))  # uneven
+    owned = [layout.owned(config, stage) for stage in range(2)]
+    names = [parameter.name for stage in owned for parameter in stage.values()]
+    assert sorted(names) == sorted(parameter.name for parameter in parameter_table(config))
+    assert "decoder.layers.2.input_layernorm.weight" in owned[1]
+    assert owned[1]["decoder.layers.2.input_layernorm.weight"].layer == 3
+    extra = set(layout.held(config, 1)) - set(owned[1])
+    assert extra == {"output_layer.weight"}
+    assert layout.held(config, 1)["output_layer.weight"].hf_names == ("model.embed_tokens.weight",)
+    assert layout.held(config, 0).keys() == owned[0].keys()
+
+
+def test_ranks_of_a_layout():
+    layout = Layout(2, (range(0, 2), range(2, 4)), replicas=3)
+    assert layout.world_size == 12
+    assert [layout.coordinates(rank) for rank in (0, 1, 2, 6)] == [(0, 0, 0), (1, 0, 0), (0, 0, 1), (0, 1, 0)]
+    assert all(layout.rank(*layout.coordinates(rank)) == rank for rank in range(12))
+    assert Layout.from_dict(layout.to_dict()) == layout
+
+
+def test_wrong_sizes_are_named():
+    config = shape_of(hf_model("llama"))
+    table = {parameter.name: parameter for parameter in parameter_table(config)}
+    qkv = table["decoder.layers.0.self_attention.linear_qkv.weight"]
+    with pytest.raises(CheckpointError, match=r"linear_qkv.weight: 4 query groups cannot be divided by TP size 8"):
+        qkv.local_shape(8)
+    with pytest.raises(CheckpointError, match=r"dimension of 48 cannot be divided by TP size 5"):
+        table["decoder.layers.0.mlp.linear_fc1.weight"].local_shape(5)
+    with pytest.raises(CheckpointError, match=r"k_proj.weight has shape \(8, 32\), but .* \(16, 32\)"):
+        qkv.from_hf([torch.rand(32, 32), torch.rand(8, 32), torch.rand(16, 32)])
+    with pytest.raises(CheckpointError, match=r"rank 1 of 2 has shape \(3,\), expected \(32, 32\)"):
+        qkv.unshard([torch.rand(32, 32), torch.rand(3)])
+    with pytest.raises(CheckpointError, match="4 layers cannot be divided evenly over 3 pipeline stages"):
+        Layout.even(config, pipeline_parallel=3)
