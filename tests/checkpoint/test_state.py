@@ -1,0 +1,211 @@
+"""Training checkpoints: exact round trip, every kind of damage named, and a stop at any step of a save."""
+
+import json
+import os
+import shutil
+from collections import OrderedDict
+
+import numpy
+import pytest
+import torch
+
+from mindspeed_rl.checkpoint.state import (
+    CheckpointReader,
+    CheckpointStore,
+    is_checkpoint,
+    load_rank,
+    load_trainer,
+    open_checkpoint,
+)
+from mindspeed_rl.common.errors import CheckpointError
+
+torch.set_num_threads(1)
+LAYOUT = {"world_size": 2, "tensor_parallel": 2, "pipeline_layers": [[0, 4]]}
+
+
+def rank_state(iteration, rank):
+    flat = torch.arange(100.0) + 1000 * iteration + rank
+    return {
+        "model": {"a": flat[10:20].view(2, 5), "b": torch.nn.Parameter(torch.ones(3, dtype=torch.bfloat16))},
+        "optimizer": [{"step": iteration, "lr": 0.1, "betas": (0.9, 0.95), "none": None, "dtype": torch.float32}],
+        "rng": {"cpu": torch.arange(5, dtype=torch.uint8), "python": (3, (1, 2), None)},
+        "ordered": OrderedDict(x=True),
+    }
+
+
+def save(store, iteration, hf_folder=None):
+    store.begin(iteration, hf_folder)
+    for rank in range(2):
+        store.write_rank(iteration, rank, rank_state(iteration, rank))
+    return store.commit(iteration, {"layout": LAYOUT, "sampler": {"epoch": 1, "order": [3, 1]}, "kl_coef": 0.125})
+
+
+def assert_complete(path, iteration):
+    reader = CheckpointReader(path)
+    assert reader.trainer["iteration"] == iteration
+    for rank in range(2):
+        state = reader.load_rank(rank, LAYOUT)
+        assert torch.equal(state["model"]["a"], rank_state(iteration, rank)["model"]["a"])
+
+
+def test_round_trip(tmp_path):
+    store = CheckpointStore(tmp_path / "run")
+    assert store.latest() is None
+    assert not is_checkpoint(tmp_path)
+    path = save(store, 12)
+    assert path == store.latest() == tmp_path / "run" / "iter_0000012"
+    assert sorted(os.listdir(path)) == ["manifest.json", "rank_00000.pt", "rank_00001.pt", "trainer.json"]
+    assert sorted(os.listdir(store.root)) == ["iter_0000012", "latest"]
+    assert is_checkpoint(path)
+    assert is_checkpoint(store.root)
+    trainer = load_trainer(store.root)
+    assert (trainer["sampler"], trainer["kl_coef"]) == ({"epoch": 1, "order": [3, 1]}, 0.125)
+    assert trainer["versions"]["torch"] == torch.__version__
+    found, expected = load_rank(path, 1, LAYOUT), rank_state(12, 1)
+    assert torch.equal(found["model"]["a"], expected["model"]["a"])
+    assert torch.equal(found["model"]["b"], expected["model"]["b"])
+    assert found["model"]["b"].dtype == torch.bfloat16
+    assert found["optimizer"] == expected["optimizer"]
+    assert found["rng"]["python"] == (3, (1, 2), None)
+    # a view is stored without the storage it looks into
+    assert found["model"]["a"].untyped_storage().nbytes() == 40
+
+
+def test_newest_checkpoint_is_the_latest_one(tmp_path):
+    store = CheckpointStore(tmp_path)
+    paths = [save(store, 5), save(store, 10)]
+    assert store.latest() == paths[1]
+    assert open_checkpoint(tmp_path).trainer["iteration"] == 10
+    assert_complete(paths[0], 5)
+    assert save(store, 10) == paths[1]  # the same iteration again
+    assert_complete(paths[1], 10)
+    assert sorted(os.listdir(tmp_path)) == ["iter_0000005", "iter_0000010", "latest"]
+
+
+class Stop(BaseException):
+    """Stands for SIGKILL: no handler runs."""
+
+
+@pytest.mark.parametrize("second", [4, 3], ids=["new iteration", "same iteration"])
+def test_a_stop_at_any_step_leaves_a_complete_checkpoint(tmp_path, monkeypatch, second):
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf" / "config.json").write_text("{}")
+    # every call that changes the disk or makes it durable
+    steps = [(os, name) for name in ("replace", "fsync", "mkdir", "unlink", "rmdir")] + [(shutil, "rmtree")]
+    originals = {name: getattr(module, name) for module, name in steps}
+    outcomes = []
+    for stop_at in range(1000):
+        root = tmp_path / str(stop_at)
+        save(CheckpointStore(root), 3)
+        count = 0
+
+        def step(name, *args, stop_at=stop_at, **kwargs):
+            nonlocal count
+            count += 1
+            if count > stop_at:
+                raise Stop
+            return originals[name](*args, **kwargs)
+
+        with monkeypatch.context() as patch:
+            for module, name in steps:
+                patch.setattr(module, name, lambda *args, name=name, **kwargs: step(name, *args, **kwargs))
+            try:
+                save(CheckpointStore(root), second, tmp_path / "hf")
+                stopped = False
+            except Stop:
+                stopped = True
+        found = CheckpointStore(root).latest()
+        assert_complete(found, int(found.name[-7:]))
+        outcomes.append((CheckpointReader(found).hf_folder is not None, stopped))
+        save(CheckpointStore(root), 7)  # the next run goes on from there
+        assert_complete(CheckpointStore(root).latest(), 7)
+        assert not list(root.glob(".*"))  # no remains
+        shutil.rmtree(root)
+        if not stopped:
+            break
+    assert len(outcomes) > 15
+    assert outcomes[0] == (False, True)
+    assert outcomes[-1] == (True, False)
+    is_new = [new for new, _ in outcomes]
+    assert is_new == sorted(is_new)  # old up to one step, new from there on
+
+
+def test_model_files_travel_with_the_checkpoint(tmp_path):
+    source = tmp_path / "hf"
+    source.mkdir()
+    (source / "config.json").write_text("{}")
+    (source / "tokenizer.json").write_text("[]")
+    (source / "model.safetensors").write_bytes(b"large")
+    path = save(CheckpointStore(tmp_path / "run"), 1, source)
+    folder = CheckpointReader(path).hf_folder
+    assert sorted(os.listdir(folder)) == ["config.json", "tokenizer.json"]
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(CheckpointError, match=r"hf/tokenizer\.json is missing"):
+        CheckpointReader(path)
+
+
+def test_damage_is_named(tmp_path):
+    with pytest.raises(CheckpointError, match="nowhere does not exist"):
+        open_checkpoint(tmp_path / "nowhere")
+    with pytest.raises(CheckpointError, match=r"not a complete checkpoint: manifest\.json is missing"):
+        open_checkpoint(tmp_path)
+    path = save(CheckpointStore(tmp_path), 12)
+    file = path / "rank_00001.pt"
+    content = file.read_bytes()
+    file.write_bytes(content[:-1])
+    with pytest.raises(CheckpointError, match=rf"rank_00001\.pt is truncated: {len(content) - 1} bytes instead of"):
+        CheckpointReader(path)
+    middle = len(content) // 2
+    file.write_bytes(content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :])
+    reader = CheckpointReader(path)
+    reader.load_rank(0, LAYOUT)
+    with pytest.raises(CheckpointError, match=r"rank_00001\.pt is corrupt: its content does not match"):
+        reader.load_rank(1, LAYOUT)
+    file.unlink()
+    with pytest.raises(CheckpointError, match=r"rank_00001\.pt is missing"):
+        CheckpointReader(path)
+    file.write_bytes(content)
+    trainer = (path / "trainer.json").read_text()
+    (path / "trainer.json").write_text(trainer.replace("0.125", "0.225"))
+    with pytest.raises(CheckpointError, match=r"trainer\.json is corrupt"):
+        CheckpointReader(path)
+    (path / "manifest.json").write_text(json.dumps({"format": 99, "files": {}}))
+    with pytest.raises(CheckpointError, match="has format 99; this version reads 1"):
+        CheckpointReader(path)
+    (path / "manifest.json").write_text("{")
+    with pytest.raises(CheckpointError, match=r"manifest\.json is corrupt"):
+        CheckpointReader(path)
+    shutil.rmtree(path)
+    with pytest.raises(CheckpointError, match="latest names iter_0000012, which does not exist"):
+        open_checkpoint(tmp_path)
+
+
+def test_another_layout_is_refused_and_both_are_named(tmp_path):
+    path = save(CheckpointStore(tmp_path), 12)
+    other = {**LAYOUT, "tensor_parallel": 1}
+    with pytest.raises(CheckpointError, match=r"layout .*'tensor_parallel': 2.* into layout .*'tensor_parallel': 1"):
+        load_rank(path, 0, other)
+    with pytest.raises(CheckpointError, match="has no rank 2: layout"):
+        load_rank(path, 2, LAYOUT)
+    assert CheckpointReader(path).load_rank(0)["optimizer"][0]["step"] == 12
+    # a tuple is the same layout as the list that JSON makes of it
+    load_rank(path, 0, {**LAYOUT, "pipeline_layers": [(0, 4)]})
+
+
+def test_ranks_that_have_not_written_are_named(tmp_path):
+    store = CheckpointStore(tmp_path)
+    with pytest.raises(CheckpointError, match="was not begun"):
+        store.write_rank(3, 0, {})
+    store.begin(3)
+    store.write_rank(3, 0, {})
+    with pytest.raises(CheckpointError, match=r"cannot be completed: rank_00001\.pt not written"):
+        store.commit(3, {"layout": LAYOUT})
+    assert store.latest() is None
+
+
+@pytest.mark.parametrize("value", [numpy.float64(1.0), {1, 2}, numpy.zeros(3), object()])
+def test_values_that_could_not_be_read_back_are_refused(tmp_path, value):
+    store = CheckpointStore(tmp_path)
+    store.begin(1)
+    with pytest.raises(CheckpointError, match=rf"state\['rng'\]\[0\] is a {type(value).__qualname__}"):
+        store.write_rank(1, 0, {"rng": [value]})
