@@ -1,0 +1,99 @@
+"""The metrics a run reports: how each is reduced, its unit and meaning, and MindSpeed RL's names for them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from mindspeed_rl.common.metric import Reduction
+
+
+@dataclass(frozen=True)
+class MetricInfo:
+    """`reduction` is over what `meaning` says; `alias` is MindSpeed RL's name where it differs."""
+
+    reduction: Reduction
+    unit: str
+    meaning: str
+    alias: str | None = None
+
+
+_TOKENS = "the mini-batches' counted response tokens"
+
+# `{...}` stands for a name that the run's configuration or data provides
+METRICS: dict[str, MetricInfo] = {
+    "reward/mean": MetricInfo("mean", "", "weighted reward, over scored samples", "grpo/score/mean"),
+    "reward/max": MetricInfo("max", "", "weighted reward, over scored samples", "grpo/score/max"),
+    "reward/min": MetricInfo("min", "", "weighted reward, over scored samples", "grpo/score/min"),
+    "reward/std": MetricInfo("std", "", "weighted reward, over scored samples"),
+    "reward/verifier/{verifier}": MetricInfo(
+        "mean", "", "one verifier's score, over its scored samples", "{verifier}_rewards/mean"
+    ),
+    "reward/source/{source}": MetricInfo("mean", "", "weighted reward, over one data source's scored samples"),
+    "reward/failed/{verifier}": MetricInfo("sum", "samples", "a verifier's timeouts, crashes and errors"),
+    "reward/zero_variance_groups": MetricInfo("mean", "", "share of prompts whose samples all got the same reward"),
+    "response_length/mean": MetricInfo("mean", "tokens", "over samples"),
+    "response_length/max": MetricInfo("max", "tokens", "over samples"),
+    "response_length/min": MetricInfo("min", "tokens", "over samples"),
+    "response_length/clip_fraction": MetricInfo("mean", "", "share of samples cut off at max_tokens"),
+    "prompt_length/mean": MetricInfo("mean", "tokens", "over samples"),
+    "prompt_length/max": MetricInfo("max", "tokens", "over samples"),
+    "prompt_length/min": MetricInfo("min", "tokens", "over samples"),
+    "actor/loss": MetricInfo("mean", "", "whole loss, by loss_agg_mode over tokens or sequences"),
+    "actor/pg_loss": MetricInfo("mean", "", "policy loss with its sign, by loss_agg_mode", "actor/policy_loss"),
+    "actor/kl": MetricInfo("mean", "nat", "KL to the reference by kl_penalty's estimator", "actor/kl_loss"),
+    "actor/kl_coef": MetricInfo("mean", "", "coefficient of the KL term, over updates"),
+    "actor/entropy": MetricInfo("mean", "nat", "entropy of the next-token distribution, by loss_agg_mode"),
+    "actor/pg_clipfrac": MetricInfo("mean", "", f"share of tokens whose ratio was clipped, over {_TOKENS}"),
+    "actor/ppo_kl": MetricInfo("mean", "nat", f"old minus current log-prob, over {_TOKENS}"),
+    "actor/grad_norm": MetricInfo("mean", "", "global gradient norm before clipping, over updates", "grad_norm"),
+    "actor/lr": MetricInfo("mean", "", "learning rate, over updates", "lr"),
+    "rollout/logprob_diff_mean": MetricInfo("mean", "nat", "|training − rollout log-prob|, over tokens"),
+    "rollout/logprob_diff_max": MetricInfo("max", "nat", "|training − rollout log-prob|, over tokens"),
+    "rollout/k3": MetricInfo("mean", "nat", "estimate of KL(rollout ‖ training), over tokens"),
+    "rollout/ppl_ratio": MetricInfo("exp_mean", "", "perplexity of responses under training / under rollout"),
+    "rollout/ess": MetricInfo("ess", "", "effective share of tokens under training-to-rollout weights"),
+    "rollout/weight_out_fraction": MetricInfo("mean", "", "share of tokens with such a weight outside [0.5, 2]"),
+    "dock/wait/{stage}": MetricInfo("sum", "s", "time a stage waited for rows"),
+    "timing/all": MetricInfo("max", "s", "the whole step"),
+    "timing/rollout": MetricInfo("max", "s", "generation"),
+    "timing/rule_reward": MetricInfo("max", "s", "scoring"),
+    "timing/reference_model": MetricInfo("max", "s", "reference log-probs"),
+    "timing/old_log_p": MetricInfo("max", "s", "old log-probs"),
+    "timing/adv": MetricInfo("max", "s", "advantages"),
+    "timing/update": MetricInfo("max", "s", "all optimizer steps of the iteration"),
+    "timing/resharding_to_infer": MetricInfo("max", "s", "weights from training to rollout"),
+    "timing/resharding_to_train": MetricInfo("max", "s", "memory from rollout back to training"),
+    "timing/offload": MetricInfo("max", "s", "moves between device and host memory"),
+    "timing/save": MetricInfo("max", "s", "checkpoint"),
+    "throughput/total": MetricInfo("mean", "tokens/s/device", "prompt and response tokens over the step", "e2e_tps"),
+    "throughput/update": MetricInfo("mean", "tokens/s/device", "all tokens over the update's time", "update_tps"),
+    "throughput/generated": MetricInfo("mean", "tokens/s/device", "response tokens over rollout's time", "vllm_tps"),
+    "throughput/longest_sample": MetricInfo("mean", "tokens/s", "longest response over the time of rollout"),
+    "throughput/mfu": MetricInfo("mean", "", "model FLOPs of the update over the devices' peak"),
+    "memory/device_peak": MetricInfo("max", "GiB", "largest peak of any device"),
+    "memory/host_peak": MetricInfo("max", "GiB", "largest peak of any rank's process"),
+}
+
+
+def _pattern(name: str) -> re.Pattern[str]:
+    return re.compile(re.sub(r"\\\{(\w+)\\\}", r"(?P<\1>.+)", re.escape(name)))
+
+
+_PATTERNS = [(_pattern(name), info) for name, info in METRICS.items()]
+
+
+def describe(name: str) -> MetricInfo | None:
+    """The entry of a reported name, `{...}` filled in; None if it is not in the table."""
+    return next((info for pattern, info in _PATTERNS if pattern.fullmatch(name)), None)
+
+
+def with_aliases(metrics: Mapping[str, float]) -> dict[str, float]:
+    """The metrics, and again under MindSpeed RL's names where those differ."""
+    result = dict(metrics)
+    for name, value in metrics.items():
+        for pattern, info in _PATTERNS:
+            if info.alias and (match := pattern.fullmatch(name)):
+                result[info.alias.format(**match.groupdict())] = value
+    return result
