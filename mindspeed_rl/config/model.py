@@ -23,19 +23,21 @@ class ModelConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     architecture: Architecture = Field(description="Hugging Face architecture; selects the weight-name table")
-    num_layers: PositiveInt
-    hidden_size: PositiveInt
-    ffn_hidden_size: PositiveInt
-    num_attention_heads: PositiveInt
+    num_layers: PositiveInt = Field(description="transformer layers")
+    hidden_size: PositiveInt = Field(description="width of the residual stream")
+    ffn_hidden_size: PositiveInt = Field(description="width of the gated MLP (SwiGLU)")
+    num_attention_heads: PositiveInt = Field(description="number of query heads")
     num_query_groups: PositiveInt = Field(description="number of key/value heads")
     kv_channels: PositiveInt = Field(description="dimension of one attention head")
     vocab_size: PositiveInt = Field(description="rows of the embedding as stored in the checkpoint")
-    max_position_embeddings: PositiveInt
-    norm_epsilon: PositiveFloat = 1e-6
-    rotary_base: PositiveFloat = 10000.0
-    untie_embeddings_and_output_weights: bool = True
-    add_qkv_bias: bool = False
-    qk_layernorm: bool = False
+    max_position_embeddings: PositiveInt = Field(
+        description="longest sequence in tokens; may be less than the checkpoint was made for"
+    )
+    norm_epsilon: PositiveFloat = Field(1e-6, description="epsilon of RMSNorm")
+    rotary_base: PositiveFloat = Field(10000.0, description="base of the rotary position embedding (rope theta)")
+    untie_embeddings_and_output_weights: bool = Field(True, description="false: the output layer uses the embedding")
+    add_qkv_bias: bool = Field(False, description="bias in the query, key and value projections (Qwen2)")
+    qk_layernorm: bool = Field(False, description="RMSNorm on each query and key head (Qwen3)")
 
     @classmethod
     def from_hf(cls, hf: dict[str, Any]) -> ModelConfig:

@@ -32,7 +32,9 @@ class MegatronConfig(Section):
 
     # run
     stage: Literal["ray_grpo"] = Field("ray_grpo", description="training algorithm")
-    model: str = Field("auto", description="preset name from `defaults`, or `auto`: read the checkpoint's config.json")
+    model: str = Field(
+        "auto", description="preset name from `defaults`, or `auto`: read the checkpoint's config.json"
+    )
     global_batch_size: Count = Field(32, description="prompts per iteration, after which rollout weights are synced")
     train_iters: Count = Field(100, description="iterations to run in all, a resumed run's earlier ones included")
     save_interval: Count = Field(100, description="iterations between checkpoints; the last iteration is saved too")
@@ -49,26 +51,32 @@ class MegatronConfig(Section):
     # precision and parallel layout
     bf16: Switch = Field(False, description="train in bfloat16 with float32 main weights; false: float32")
     micro_batch_size: Count = Field(1, description="sequences per rank in one forward-backward pass")
-    tensor_model_parallel_size: Count = 1
-    pipeline_model_parallel_size: Count = 1
-    context_parallel_size: Count = 1
-    expert_model_parallel_size: Count = 1
-    sequence_parallel: Switch = False
+    tensor_model_parallel_size: Count = Field(1, description="devices that share each layer (TP)")
+    pipeline_model_parallel_size: Count = Field(1, description="stages that the layers are divided into (PP)")
+    context_parallel_size: Count = Field(1, description="devices that share a sequence; only 1 in this version")
+    expert_model_parallel_size: Count = Field(1, description="devices that share the experts; only 1 in this version")
+    sequence_parallel: Switch = Field(False, description="divide activations outside attention and MLP over TP too")
     use_distributed_optimizer: Switch = Field(True, description="shard optimizer state over data-parallel ranks")
     recompute_granularity: Literal["full", "selective"] | None = Field(None, description="activation recomputation")
-    recompute_method: Literal["uniform", "block"] | None = None
-    recompute_num_layers: Count | None = None
+    recompute_method: Literal["uniform", "block"] | None = Field(
+        None, description="with `full`: recompute groups of layers (uniform) or the first layers (block)"
+    )
+    recompute_num_layers: Count | None = Field(
+        None, description="with `full`: layers of a group (uniform), or layers recomputed (block)"
+    )
     distributed_timeout_minutes: Annotated[float, Field(gt=0)] = Field(10, description="deadline of one collective")
     # optimizer
-    lr: Annotated[float, Field(gt=0)] = 1e-6
-    min_lr: NonNegative = 0.0
-    lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root"] = "constant"
+    lr: Annotated[float, Field(gt=0)] = Field(1e-6, description="(peak) learning rate")
+    min_lr: NonNegative = Field(0.0, description="learning rate at the end of the decay")
+    lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root"] = Field(
+        "constant", description="shape of the decay over all optimizer steps of the run"
+    )
     lr_warmup_fraction: Fraction = Field(0.0, description="share of all optimizer steps spent on linear warm-up")
-    weight_decay: NonNegative = 0.01
+    weight_decay: NonNegative = Field(0.01, description="decoupled weight decay of AdamW")
     clip_grad: NonNegative = Field(1.0, description="largest global gradient norm; 0: no clipping")
-    adam_beta1: Fraction = 0.9
-    adam_beta2: Fraction = 0.95
-    adam_eps: Annotated[float, Field(gt=0)] = 1e-8
+    adam_beta1: Fraction = Field(0.9, description="decay of the first moment")
+    adam_beta2: Fraction = Field(0.95, description="decay of the second moment")
+    adam_eps: Annotated[float, Field(gt=0)] = Field(1e-8, description="added to the root of the second moment")
     # checkpoints
     load: str | None = Field(None, description="Hugging Face folder, or a checkpoint folder of this trainer")
     save: str | None = Field(None, description="folder for checkpoints; null: save none")
@@ -93,8 +101,8 @@ class ResourceConfig(Section):
 class CustomRewardConfig(Section):
     """A reward function of the user's: `name(prompt, response, label, **extra) -> float` in a Python file."""
 
-    path: str
-    name: str = "compute_score"
+    path: str = Field(description="Python file")
+    name: str = Field("compute_score", description="name of the function in it")
 
 
 class RLConfig(Section):
@@ -115,7 +123,10 @@ class RLConfig(Section):
     init_kl_coef: NonNegative = Field(0.001, description="(initial) KL coefficient; 0: no reference model is kept")
     kl_target: Annotated[float, Field(gt=0)] = Field(0.1, description="target KL of the adaptive controller")
     kl_horizon: Annotated[float, Field(gt=0)] = Field(10000, description="horizon, in sequences, of the controller")
-    clip_ratio: Annotated[float, Field(gt=0, le=1)] = 0.2
+    clip_ratio: Annotated[float, Field(gt=0, le=1)] = Field(0.2, description="policy ratio is clipped to 1 ± this")
+    loss_agg_mode: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"] = (
+        Field("token-mean", description="how token losses become one number; counts are of the global mini-batch")
+    )
     entropy_coeff: float = Field(0.0, description="weight of the entropy bonus")
     epochs: Count = Field(1, description="passes over an iteration's samples")
     mini_batch_size: Count = Field(32, description="prompts per optimizer step")
@@ -124,7 +135,7 @@ class RLConfig(Section):
     actor_forward_micro_batch_size: Count = Field(8, description="sequences a pass when computing old log-probs")
     ref_forward_micro_batch_size: Count = Field(8, description="sequences a pass when computing reference log-probs")
     # resources
-    actor_resource: ResourceConfig = ResourceConfig()
+    actor_resource: ResourceConfig = Field(ResourceConfig(), description="devices of actor, reference and rollout")
     num_cpus_for_local_task: NonNegative = Field(1.0, description="CPUs Ray reserves for each local (CPU) actor")
     start_timeout_minutes: Annotated[float, Field(gt=0)] = Field(30, description="deadline for start-up")
     stage_timeout_minutes: Annotated[float, Field(gt=0)] = Field(60, description="deadline for one stage of a step")
@@ -137,13 +148,13 @@ class RLConfig(Section):
     custom_reward_function: CustomRewardConfig | None = Field(None, description="what the verifier `custom` calls")
     # logging
     log_max_throughput: Switch = Field(False, description="tokens/s from the slowest rank's time instead of the mean")
-    use_tensorboard: Switch = True
-    use_wandb: Switch = False
-    wandb_project: str | None = None
-    wandb_exp_name: str | None = None
-    wandb_save_dir: str | None = None
-    use_swanlab: Switch = False
-    use_mlflow: Switch = False
+    use_tensorboard: Switch = Field(True, description="write TensorBoard files; off while `use_wandb` is true")
+    use_wandb: Switch = Field(False, description="log to Weights & Biases (extra `wandb`)")
+    wandb_project: str | None = Field(None, description="project of the run, with `use_wandb`")
+    wandb_exp_name: str | None = Field(None, description="name of the run, with `use_wandb`")
+    wandb_save_dir: str | None = Field(None, description="local folder of its files, with `use_wandb`")
+    use_swanlab: Switch = Field(False, description="log to SwanLab (extra `swanlab`)")
+    use_mlflow: Switch = Field(False, description="log to MLflow (extra `mlflow`)")
     sample_log_interval: Annotated[int, Field(ge=0)] = Field(10, description="steps between printed samples; 0: none")
 
 
@@ -152,51 +163,68 @@ class SamplingConfig(Section):
 
     logprobs: Switch | Annotated[int, Field(ge=0, le=1)] = Field(True, description="return sampled tokens' log-probs")
     max_tokens: Count = Field(512, description="longest response in tokens")
-    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    top_k: Annotated[int, Field(ge=-1)] = -1
-    min_p: Fraction = 0.0
-    temperature: NonNegative = 1.0
-    detokenize: Switch = Field(False, description="let vLLM turn tokens into text (only samples' printing needs text)")
+    top_p: Annotated[float, Field(gt=0, le=1)] = Field(
+        1.0, description="sample from the most likely tokens that together have this probability"
+    )
+    top_k: Annotated[int, Field(ge=-1)] = Field(-1, description="sample from so many most likely tokens; -1: all")
+    min_p: Fraction = Field(0.0, description="leave out tokens less likely than this share of the most likely one")
+    temperature: NonNegative = Field(1.0, description="logits are divided by it before sampling; above 0")
+    detokenize: Switch = Field(
+        False, description="let vLLM turn tokens into text (only samples' printing needs text)"
+    )
     ignore_eos: Switch = Field(False, description="go on to max_tokens after an end-of-sequence token")
 
 
 class GenerateConfig(Section):
     """Keys of `generate_config`."""
 
-    infer_tensor_parallel_size: Count = 1
-    infer_pipeline_parallel_size: Count = 1
-    infer_expert_parallel_size: Count = 1
-    enable_expert_parallel: Switch = False
-    trust_remote_code: Switch = False
+    infer_tensor_parallel_size: Count = Field(1, description="devices that share one rollout engine")
+    infer_pipeline_parallel_size: Count = Field(
+        1, description="pipeline stages of a rollout engine; only 1 in this version"
+    )
+    infer_expert_parallel_size: Count = Field(1, description="devices that share the experts; only 1 in this version")
+    enable_expert_parallel: Switch = Field(
+        False, description="divide experts over devices; only false in this version"
+    )
+    trust_remote_code: Switch = Field(False, description="let tokenizer and model folders run their own Python code")
     offload_train_optimizer: Switch = Field(False, description="optimizer state on host memory while generating")
     offload_train_grad: Switch = Field(False, description="release gradient buffers while generating")
     offload_train_param: Switch = Field(False, description="training weights on host memory while generating")
     offload_reference: Switch = Field(True, description="reference weights on host memory outside their stage")
     resharding_bucket_mb: Annotated[float, Field(gt=0)] = Field(256, description="size of one resharding bucket, MiB")
     # vLLM
-    max_num_seqs: Count = 256
+    max_num_seqs: Count = Field(256, description="sequences that one engine generates at once")
     max_model_len: Count = Field(1024, description="longest prompt + response in tokens")
-    max_num_batched_tokens: Count | None = None
-    enforce_eager: Switch = True
-    torchair_graph: Switch = False
-    enable_prefix_caching: Switch = True
-    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    max_num_batched_tokens: Count | None = Field(
+        None, description="tokens that one engine step computes; null: vLLM chooses"
+    )
+    enforce_eager: Switch = Field(
+        True, description="run PyTorch eagerly; false: capture graphs, faster where the device has them"
+    )
+    torchair_graph: Switch = Field(False, description="graph mode of DeepSeek-V3 on NPU; only false in this version")
+    enable_prefix_caching: Switch = Field(
+        True, description="share the cache of equal prompt beginnings, such as the samples of a group"
+    )
+    dtype: Literal["bfloat16", "float16", "float32"] = Field(
+        "bfloat16", description="element type of rollout weights and cache"
+    )
     gpu_memory_utilization: Annotated[float, Field(gt=0, lt=1)] = Field(0.5, description="share of device memory")
     cpu_kv_cache_gib: Annotated[float, Field(gt=0)] = Field(1.0, description="KV cache of one rank on device: cpu")
-    num_scheduler_steps: Count = 1
+    num_scheduler_steps: Count = Field(1, description="only 1: the engine schedules at every step")
     per_request_seed: Switch = Field(
-        True, description="one seed a sample: results do not depend on layout or batching; false: faster on big batches"
+        True,
+        description="one seed a sample: results do not depend on layout or batching; false: faster on big batches",
     )
-    sampling_config: SamplingConfig = SamplingConfig()
+    sampling_config: SamplingConfig = Field(SamplingConfig(), description="how tokens are drawn")
 
 
 class Config(Section):
     """A whole run."""
 
-    megatron_training: MegatronConfig
-    actor_config: MegatronConfig = MegatronConfig()
-    rl_config: RLConfig = RLConfig()
-    generate_config: GenerateConfig = GenerateConfig()
+    megatron_training: MegatronConfig = Field(description="training-engine defaults for every model")
+    actor_config: MegatronConfig = Field(MegatronConfig(), description="what differs for actor and reference")
+    rl_config: RLConfig = Field(RLConfig(), description="algorithm, rewards, resources and logging")
+    generate_config: GenerateConfig = Field(GenerateConfig(), description="rollout engine and sampling")
     model: dict[str, ModelConfig] = Field({}, description="model presets, filled by `defaults: - model: <preset>`")
     device: Literal["auto", "npu", "cuda", "cpu"] = Field("auto", description="kind of device that runs")
     ray_address: str | None = Field(None, description="running Ray cluster; null: RAY_ADDRESS, else start one here")

@@ -1,0 +1,130 @@
+"""The parallel layout and batch arithmetic that follow from a configuration. Pure numbers, no process groups.
+
+Ranks are numbered as Megatron-core does by default: tensor parallel fastest, then data, then pipeline parallel.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mindspeed_rl.config.schema import Config
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Sizes of all parallel groups, and one iteration's way from prompts to micro-batches."""
+
+    world: int  # devices, one rank each
+    tp: int
+    pp: int
+    dp: int
+    infer_tp: int
+    rollout_replicas: int  # vLLM engines
+    prompts_per_iteration: int
+    samples_per_prompt: int
+    prompts_per_mini_batch: int
+    micro_batch_size: int  # sequences per rank and forward-backward pass
+    epochs: int  # passes over an iteration's samples
+    train_iters: int
+
+    @property
+    def sequences_per_iteration(self) -> int:
+        """Sequences of one iteration, all ranks together."""
+        return self.prompts_per_iteration * self.samples_per_prompt
+
+    @property
+    def mini_batches(self) -> int:
+        """Mini-batches of one pass over an iteration's prompts."""
+        return self.prompts_per_iteration // self.prompts_per_mini_batch
+
+    @property
+    def optimizer_steps_per_iteration(self) -> int:
+        """Optimizer steps of one iteration."""
+        return self.mini_batches * self.epochs
+
+    @property
+    def total_optimizer_steps(self) -> int:
+        """Optimizer steps of the whole run: the length of the learning-rate schedule."""
+        return self.optimizer_steps_per_iteration * self.train_iters
+
+    @property
+    def sequences_per_mini_batch_per_rank(self) -> int:
+        """Sequences of one mini-batch on one data-parallel rank."""
+        return self.prompts_per_mini_batch * self.samples_per_prompt // self.dp
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches of one mini-batch on one rank; the last one may be smaller."""
+        return -(-self.sequences_per_mini_batch_per_rank // self.micro_batch_size)
+
+    def tp_rank(self, rank: int) -> int:
+        """Position of `rank` in its tensor-parallel group."""
+        return rank % self.tp
+
+    def dp_rank(self, rank: int) -> int:
+        """Position of `rank` in its data-parallel group."""
+        return rank // self.tp % self.dp
+
+    def pp_rank(self, rank: int) -> int:
+        """Pipeline stage of `rank`."""
+        return rank // (self.tp * self.dp)
+
+    def rollout_replica(self, rank: int) -> int:
+        """The vLLM engine that `rank` belongs to; the ranks of one engine are neighbours."""
+        return rank // self.infer_tp
+
+    def rollout_tp_rank(self, rank: int) -> int:
+        """Position of `rank` in its vLLM engine."""
+        return rank % self.infer_tp
+
+    def model_replicas(self) -> list[tuple[int, ...]]:
+        """The ranks of each model replica, by data-parallel rank: TP x PP ranks that together hold all weights.
+
+        Within a replica the ranks ascend: stage by stage, and by tensor-parallel rank within a stage.
+        """
+        replicas: list[list[int]] = [[] for _ in range(self.dp)]
+        for rank in range(self.world):
+            replicas[self.dp_rank(rank)].append(rank)
+        return [tuple(replica) for replica in replicas]
+
+    def cells(self) -> list[tuple[int, ...]]:
+        """The finest partition of the ranks in which neither a model replica nor a vLLM engine is divided.
+
+        Within a cell the training weights are complete as often as there are replicas, so that every engine of the
+        cell can be filled without leaving it. Cells are sorted, and so are the ranks in each.
+        """
+        parent = list(range(self.world))
+
+        def root(rank: int) -> int:
+            while parent[rank] != rank:
+                rank = parent[rank]
+            return rank
+
+        for group_of in (self.dp_rank, self.rollout_replica):
+            first: dict[int, int] = {}
+            for rank in range(self.world):
+                parent[root(rank)] = root(first.setdefault(group_of(rank), rank))
+        cells: dict[int, list[int]] = {}
+        for rank in range(self.world):
+            cells.setdefault(root(rank), []).append(rank)
+        return sorted(tuple(cell) for cell in cells.values())
+
+
+def derive_layout(cfg: Config) -> Layout:
+    """Layout of a configuration that has passed `rules.check`, whose divisions come out even."""
+    actor, rl = cfg.actor, cfg.rl_config
+    world, infer_tp = rl.actor_resource.num_npus, cfg.generate_config.infer_tensor_parallel_size
+    return Layout(
+        world=world,
+        tp=actor.tensor_model_parallel_size,
+        pp=actor.pipeline_model_parallel_size,
+        dp=world // (actor.tensor_model_parallel_size * actor.pipeline_model_parallel_size),
+        infer_tp=infer_tp,
+        rollout_replicas=world // infer_tp,
+        prompts_per_iteration=actor.global_batch_size,
+        samples_per_prompt=rl.n_samples_per_prompt,
+        prompts_per_mini_batch=rl.mini_batch_size,
+        micro_batch_size=actor.micro_batch_size,
+        epochs=rl.epochs,
+        train_iters=actor.train_iters,
+    )

@@ -1,0 +1,130 @@
+"""An estimate of device memory from shapes alone: no device is asked. Upper bounds where padding or timing decide.
+
+All figures are bytes on the fullest device, under the largest pipeline stage.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mindspeed_rl.config.layout import Layout
+from mindspeed_rl.config.model import ModelConfig
+from mindspeed_rl.config.schema import Config
+
+GIB = 2**30
+FLOAT32 = 4
+_DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """Bytes per device, by what takes them."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    reference: int
+    activations: int
+    logits: int
+    rollout_weights: int
+    kv_per_token: int
+    kv_full: int  # cache in which every sequence that can run at once has full length
+    training_kept: int  # part of weights, gradients, optimizer and reference that stays while generating
+
+    @property
+    def training(self) -> int:
+        """Peak of an update: weights, gradients, optimizer, activations and logits."""
+        return self.weights + self.gradients + self.optimizer + self.activations + self.logits
+
+    @property
+    def generating(self) -> int:
+        """While generating with a full KV cache: rollout weights, cache, and the training state that stays."""
+        return self.rollout_weights + self.kv_full + self.training_kept
+
+
+def estimate_memory(cfg: Config, model: ModelConfig, layout: Layout) -> MemoryEstimate:
+    """Estimate memory of a configuration that has passed the rules.
+
+    With P parameters on the device (`stage_parameters`), w bytes each (2 with bf16, else 4):
+    weights P w; gradients 4 P (Megatron reduces in float32); Adam moments 8 P, and 4 P float32 main weights with
+    bf16, both divided by DP with the distributed optimizer; reference P w when `init_kl_coef` > 0.
+    """
+    actor, rl, generate = cfg.actor, cfg.rl_config, cfg.generate_config
+    width = 2 if actor.bf16 else FLOAT32
+    parameters = stage_parameters(model, layout)
+    weights, gradients = parameters * width, parameters * FLOAT32
+    shards = layout.dp if actor.use_distributed_optimizer else 1
+    optimizer = parameters * (12 if actor.bf16 else 8) // shards
+    reference = weights if rl.init_kl_coef > 0 else 0
+    kept = (
+        (0 if generate.offload_train_param else weights)
+        + (0 if generate.offload_train_grad else gradients)
+        + (0 if generate.offload_train_optimizer else optimizer)
+        + (0 if generate.offload_reference else reference)
+    )
+    kv_per_token = kv_bytes_per_token(cfg, model)
+    running = min(generate.max_num_seqs, -(-layout.sequences_per_iteration // layout.rollout_replicas))
+    return MemoryEstimate(
+        weights=weights,
+        gradients=gradients,
+        optimizer=optimizer,
+        reference=reference,
+        activations=activation_bytes(cfg, model, layout),
+        logits=logit_bytes(cfg, model, layout),
+        rollout_weights=model.num_parameters * _DTYPE_BYTES[generate.dtype] // layout.infer_tp,
+        kv_per_token=kv_per_token,
+        kv_full=kv_per_token * generate.max_model_len * running,
+        training_kept=kept,
+    )
+
+
+def stage_parameters(model: ModelConfig, layout: Layout) -> int:
+    """Parameters on a device of the largest pipeline stage: L/PP layers and, where PP > 1, one embedding; over TP.
+
+    Norm weights, which every tensor-parallel rank holds whole, are counted as if divided: less than 0.1 %.
+    """
+    embedding = model.padded_vocab_size(layout.tp) * model.hidden_size
+    copies = 1 if layout.pp > 1 or not model.untie_embeddings_and_output_weights else 2
+    stored = model.vocab_size * model.hidden_size * (2 if model.untie_embeddings_and_output_weights else 1)
+    layers = (model.num_parameters - stored) // layout.pp
+    return (layers + copies * embedding) // layout.tp
+
+
+def activation_bytes(cfg: Config, model: ModelConfig, layout: Layout) -> int:
+    """Activations kept for the backward pass on the first pipeline stage, for micro-batches of full length.
+
+    A layer keeps, per token and with flash attention (after Korthikanti et al. 2022, "Reducing Activation
+    Recomputation in Large Transformer Models", counted anew for SwiGLU and grouped queries without dropout), in units
+    of the element size: input, both norms' outputs and the attention's residual 4 h, over TP with sequence parallel;
+    q, k, v and attention output (2 q + 2 kv) d / TP, gate, up and product 3 f / TP. `full` recomputation keeps the
+    input alone of a recomputed layer (`block`) or of a group of layers (`uniform`), and one group while it is redone.
+    The first of PP stages has up to PP micro-batches in flight.
+    """
+    actor, tp = cfg.actor, layout.tp
+    tokens = min(actor.micro_batch_size, layout.sequences_per_mini_batch_per_rank) * actor.seq_length
+    replicated = tp if actor.sequence_parallel else 1
+    hidden = model.hidden_size / replicated
+    heads = (2 * model.num_attention_heads + 2 * model.num_query_groups) * model.kv_channels / tp
+    layer = 4 * hidden + heads + 3 * model.ffn_hidden_size / tp
+    layers, group = model.num_layers // layout.pp, actor.recompute_num_layers or 1
+    if actor.recompute_granularity != "full":
+        kept, redone = layers * layer, 0.0
+    elif actor.recompute_method == "uniform":
+        kept, redone = -(-layers // group) * hidden, min(group, layers) * layer
+    else:
+        whole = max(layers - group, 0)
+        kept, redone = whole * layer + (layers - whole) * hidden, layer
+    in_flight = min(layout.pp, layout.micro_batches)
+    return int(tokens * (kept * in_flight + redone) * (2 if actor.bf16 else FLOAT32))
+
+
+def logit_bytes(cfg: Config, model: ModelConfig, layout: Layout) -> int:
+    """Logits of one micro-batch of full length in float32 and their gradient: 2 x 4 x tokens x V / TP."""
+    tokens = min(cfg.actor.micro_batch_size, layout.sequences_per_mini_batch_per_rank) * cfg.actor.seq_length
+    return 2 * FLOAT32 * tokens * model.padded_vocab_size(layout.tp) // layout.tp
+
+
+def kv_bytes_per_token(cfg: Config, model: ModelConfig) -> int:
+    """Keys and values of one token on one device: 2 x layers x ceil(groups / infer TP) x head size x element size."""
+    groups = -(-model.num_query_groups // cfg.generate_config.infer_tensor_parallel_size)
+    return 2 * model.num_layers * groups * model.kv_channels * _DTYPE_BYTES[cfg.generate_config.dtype]

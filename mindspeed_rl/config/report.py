@@ -1,0 +1,111 @@
+"""What `--dry-run` prints: the layout, the batch arithmetic and the memory estimate of a configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.table import Table
+
+from mindspeed_rl.common.errors import ConfigError, Violation
+from mindspeed_rl.config.files import missing_files, resolve_model
+from mindspeed_rl.config.layout import Layout, derive_layout
+from mindspeed_rl.config.memory import GIB, estimate_memory
+from mindspeed_rl.config.model import ModelConfig
+from mindspeed_rl.config.schema import Config
+
+_SHOWN_RANKS = 64
+
+
+def print_report(cfg: Config, console: Console) -> None:
+    """Print everything that follows from a valid configuration; paths missing on this machine are notes."""
+    layout = derive_layout(cfg)
+    console.print(_parallel_table(cfg, layout))
+    console.print(_rank_table(layout))
+    console.print(_batch_table(layout))
+    try:
+        console.print(_memory_table(cfg, resolve_model(cfg), layout))
+    except ConfigError as error:  # model: auto, and the checkpoint is elsewhere
+        console.print(f"No memory estimate: {error.violations[0]}", markup=False)
+    _print_notes(console, missing_files(cfg))
+    console.print("Configuration is valid.")
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left")
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="left" if index == 0 or column == "from" else "right")
+    return table
+
+
+def _parallel_table(cfg: Config, layout: Layout) -> Table:
+    table = _table("Layout", "what", "value", "from")
+    rows = [
+        ("device", cfg.device, "device"),
+        ("ranks (devices)", layout.world, "rl_config.actor_resource.num_npus"),
+        ("training tensor parallel (TP)", layout.tp, "tensor_model_parallel_size"),
+        ("training pipeline parallel (PP)", layout.pp, "pipeline_model_parallel_size"),
+        ("training data parallel (DP)", layout.dp, "ranks / (TP x PP)"),
+        ("rollout tensor parallel", layout.infer_tp, "generate_config.infer_tensor_parallel_size"),
+        ("rollout engines", layout.rollout_replicas, "ranks / rollout tensor parallel"),
+        ("resharding cells", len(layout.cells()), "sets of ranks that exchange weights among themselves"),
+    ]
+    for what, value, source in rows:
+        table.add_row(what, str(value), source)
+    return table
+
+
+def _rank_table(layout: Layout) -> Table:
+    table = _table("Ranks", "rank", "TP", "DP", "PP", "rollout engine", "rank in engine")
+    for rank in range(min(layout.world, _SHOWN_RANKS)):
+        places = (layout.tp_rank, layout.dp_rank, layout.pp_rank, layout.rollout_replica, layout.rollout_tp_rank)
+        table.add_row(str(rank), *(str(place(rank)) for place in places))
+    if layout.world > _SHOWN_RANKS:
+        table.add_row(f"… {layout.world - _SHOWN_RANKS} more", *[""] * 5)
+    return table
+
+
+def _batch_table(layout: Layout) -> Table:
+    table = _table("One iteration, from prompts to micro-batches", "what", "value", "from")
+    rows = [
+        ("prompts", layout.prompts_per_iteration, "global_batch_size"),
+        ("sequences", layout.sequences_per_iteration, "prompts x n_samples_per_prompt"),
+        ("mini-batches", layout.mini_batches, "prompts / mini_batch_size"),
+        ("optimizer steps", layout.optimizer_steps_per_iteration, "mini-batches x epochs"),
+        (
+            "sequences of a mini-batch per rank",
+            layout.sequences_per_mini_batch_per_rank,
+            "mini_batch_size x n_samples_per_prompt / DP",
+        ),
+        ("micro-batches of a mini-batch per rank", layout.micro_batches, "those / micro_batch_size, rounded up"),
+        ("optimizer steps of the run", layout.total_optimizer_steps, "optimizer steps x train_iters"),
+    ]
+    for what, value, source in rows:
+        table.add_row(what, f"{value:,}", source)
+    return table
+
+
+def _memory_table(cfg: Config, model: ModelConfig, layout: Layout) -> Table:
+    memory = estimate_memory(cfg, model, layout)
+    table = _table(f"Memory per device, estimated ({model.num_parameters / 1e6:,.1f} M parameters)", "what", "GiB")
+    rows = {
+        "training weights": memory.weights,
+        "gradients": memory.gradients,
+        "optimizer state": memory.optimizer,
+        "activations of a micro-batch": memory.activations,
+        "logits of a micro-batch": memory.logits,
+        "[bold]update, all together": memory.training,
+        "reference weights, in their stage": memory.reference,
+        "rollout weights": memory.rollout_weights,
+        "KV cache, all running sequences at full length": memory.kv_full,
+        "training state kept while generating": memory.training_kept,
+        "[bold]generating, all together": memory.generating,
+    }
+    for what, size in rows.items():
+        table.add_row(what, f"{size / GIB:,.3f}")
+    return table
+
+
+def _print_notes(console: Console, missing: Sequence[Violation]) -> None:
+    for violation in missing:
+        console.print(f"note: missing on this machine: {violation}", markup=False)

@@ -1,0 +1,439 @@
+"""Every rule that ties keys together. A rule is one small function: it reads the configuration, yields violations,
+and changes nothing. Rules run before Ray, torch or a device is touched.
+
+`keys` of a rule are the paths that it reads; `actor.x` means `x` of `actor_config`, else of `megatron_training`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib.util
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mindspeed_rl.common.errors import ConfigError, Violation
+from mindspeed_rl.config.files import actor_path, checkpoint_model, resolve_model, touches
+from mindspeed_rl.config.model import ModelConfig
+from mindspeed_rl.config.schema import Config, RLConfig
+
+__all__ = ["RULES", "VERIFIERS", "Rule", "check", "resolve_model"]
+
+VERIFIERS = (
+    "acc",
+    "format",
+    "step",
+    "strict_format",
+    "base_acc",
+    "math_17k_acc",
+    "acc_for_ppo",
+    "acc_for_dapo",
+    "math_verify",
+    "custom",
+    "reasoning_gym",
+)
+
+Found = Iterator[Violation]
+_MODEL_KEYS = ("model", "actor.model", "actor.load")
+_WORLD = "rl_config.actor_resource.num_npus"
+_TP, _PP = "actor.tensor_model_parallel_size", "actor.pipeline_model_parallel_size"
+_INFER_TP = "generate_config.infer_tensor_parallel_size"
+_MAX_TOKENS = "generate_config.sampling_config.max_tokens"
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One rule: its name, the keys it reads, and the function that finds violations."""
+
+    name: str
+    keys: tuple[str, ...]
+    find: Callable[..., Iterable[Violation]]
+    needs_model: bool = False
+
+
+RULES: list[Rule] = []
+
+
+def check(cfg: Config, broken: Sequence[str] = ()) -> list[Violation]:
+    """All violations of all rules, except of rules that read a key in `broken` (values already refused)."""
+    model = None if _any_touches(_MODEL_KEYS, broken) else _known_model(cfg)
+    violations: list[Violation] = []
+    for rule in RULES:
+        if _any_touches(rule.keys, broken) or (rule.needs_model and model is None):
+            continue
+        violations += rule.find(cfg, model) if rule.needs_model else rule.find(cfg)
+    return violations
+
+
+def _any_touches(keys: Sequence[str], broken: Sequence[str]) -> bool:
+    return any(touches(key, broken) for key in keys)
+
+
+def _known_model(cfg: Config) -> ModelConfig | None:
+    try:
+        return resolve_model(cfg)
+    except ConfigError:  # reported by the rule `model_is_known`, or by files.py when a file is missing
+        return None
+
+
+def _rule(*keys: str, needs_model: bool = False) -> Callable[[Callable[..., Found]], Callable[..., Found]]:
+    def register(find: Callable[..., Found]) -> Callable[..., Found]:
+        RULES.append(Rule(find.__name__, keys, find, needs_model))
+        return find
+
+    return register
+
+
+def _divides(path: str, value: int, divisor_path: str, divisor: int) -> Found:
+    """`divisor` must divide `value`; the violation names both keys and near divisors that would do."""
+    if value % divisor:
+        near = sorted({d for d in range(1, value + 1) if value % d == 0}, key=lambda d: (abs(d - divisor), d))[:3]
+        message = f"does not divide {path} = {value}"
+        yield Violation(divisor_path, divisor, message, f"possible: {', '.join(map(str, sorted(near)))}")
+
+
+# ---------------------------------------------------------------- what a run needs
+
+
+@_rule("actor.data_path", "actor.tokenizer_name_or_path", "actor.load")
+def required_paths(cfg: Config) -> Found:
+    hints = {
+        "data_path": "jsonl or parquet files with the prompts",
+        "tokenizer_name_or_path": "a Hugging Face folder with a tokenizer",
+        "load": "a Hugging Face folder, or a checkpoint of this trainer: training starts from its weights",
+    }
+    for key, hint in hints.items():
+        if not getattr(cfg.actor, key):
+            yield Violation(
+                actor_path(cfg, key), getattr(cfg.actor, key), "required, but not set", f"set it to {hint}"
+            )
+
+
+@_rule(*_MODEL_KEYS)
+def model_is_known(cfg: Config) -> Found:
+    try:
+        # `auto` without a file: no contradiction, only a path that this machine may lack; files.py names it
+        if cfg.actor.model != "auto" or checkpoint_model(cfg) is not None:
+            resolve_model(cfg)
+    except ConfigError as error:
+        yield from error.violations
+
+
+@_rule("actor.resume", "actor.save")
+def resume_needs_save(cfg: Config) -> Found:
+    if cfg.actor.resume == "auto" and not cfg.actor.save:
+        hint = "set actor_config.save, or resume: never"
+        yield Violation(actor_path(cfg, "resume"), "auto", "resumes from the folder `save`, which is not set", hint)
+
+
+# ---------------------------------------------------------------- parallel layout
+
+
+@_rule(_WORLD, _TP, _PP)
+def world_holds_training_layout(cfg: Config) -> Found:
+    world, tp, pp = cfg.rl_config.actor_resource.num_npus, *_model_parallel(cfg)
+    if world % (tp * pp):
+        message = f"is not a multiple of TP x PP = {tp} x {pp} (tensor_ x pipeline_model_parallel_size)"
+        yield Violation(_WORLD, world, message, f"possible: {_near_multiples(world, tp * pp)}")
+
+
+@_rule(_WORLD, _INFER_TP)
+def world_holds_rollout_layout(cfg: Config) -> Found:
+    world, infer_tp = cfg.rl_config.actor_resource.num_npus, cfg.generate_config.infer_tensor_parallel_size
+    yield from _divides(_WORLD, world, _INFER_TP, infer_tp)
+
+
+def _model_parallel(cfg: Config) -> tuple[int, int]:
+    return cfg.actor.tensor_model_parallel_size, cfg.actor.pipeline_model_parallel_size
+
+
+def _near_multiples(value: int, factor: int) -> str:
+    below = value // factor * factor
+    return " or ".join(str(number) for number in (below, below + factor) if number)
+
+
+@_rule(_TP, needs_model=True)
+def training_tp_divides_model(cfg: Config, model: ModelConfig) -> Found:
+    path, tp = actor_path(cfg, "tensor_model_parallel_size"), cfg.actor.tensor_model_parallel_size
+    for key in ("num_attention_heads", "num_query_groups", "ffn_hidden_size"):
+        yield from _divides(f"the model's {key}", getattr(model, key), path, tp)
+
+
+@_rule(_INFER_TP, needs_model=True)
+def rollout_tp_divides_model(cfg: Config, model: ModelConfig) -> Found:
+    infer_tp, groups = cfg.generate_config.infer_tensor_parallel_size, model.num_query_groups
+    for key in ("num_attention_heads", "ffn_hidden_size"):
+        yield from _divides(f"the model's {key}", getattr(model, key), _INFER_TP, infer_tp)
+    if groups % infer_tp and infer_tp % groups:  # vLLM replicates key/value heads only a whole number of times
+        message = f"neither divides nor is a multiple of the model's num_query_groups = {groups}"
+        yield Violation(_INFER_TP, infer_tp, message, f"possible: {_near_multiples(infer_tp, groups)}")
+
+
+@_rule(_PP, needs_model=True)
+def pp_divides_layers(cfg: Config, model: ModelConfig) -> Found:
+    path = actor_path(cfg, "pipeline_model_parallel_size")
+    yield from _divides("the model's num_layers", model.num_layers, path, cfg.actor.pipeline_model_parallel_size)
+
+
+@_rule("actor.sequence_parallel", _TP)
+def sequence_parallel_needs_tp(cfg: Config) -> Found:
+    if cfg.actor.sequence_parallel and cfg.actor.tensor_model_parallel_size == 1:
+        hint = "set sequence_parallel: false, or a larger tensor_model_parallel_size"
+        yield Violation(actor_path(cfg, "sequence_parallel"), True, "needs tensor_model_parallel_size > 1", hint)
+
+
+# ---------------------------------------------------------------- batches and lengths
+
+
+@_rule("rl_config.mini_batch_size", "actor.global_batch_size")
+def mini_batches_fill_iteration(cfg: Config) -> Found:
+    path = actor_path(cfg, "global_batch_size")
+    yield from _divides(path, cfg.actor.global_batch_size, "rl_config.mini_batch_size", cfg.rl_config.mini_batch_size)
+
+
+@_rule("rl_config.mini_batch_size", "rl_config.n_samples_per_prompt", _WORLD, _TP, _PP)
+def mini_batch_fills_ranks(cfg: Config) -> Found:
+    rl, (tp, pp) = cfg.rl_config, _model_parallel(cfg)
+    data_parallel = rl.actor_resource.num_npus // (tp * pp)
+    sequences = rl.mini_batch_size * rl.n_samples_per_prompt
+    if data_parallel and sequences % data_parallel:
+        message = (
+            f"times n_samples_per_prompt = {rl.n_samples_per_prompt} gives {sequences} sequences, "
+            f"which the {data_parallel} data-parallel ranks (devices / (TP x PP)) cannot share evenly"
+        )
+        hint = f"a multiple of {data_parallel} always fits"
+        yield Violation("rl_config.mini_batch_size", rl.mini_batch_size, message, hint)
+
+
+@_rule("rl_config.max_prompt_length", _MAX_TOKENS, "generate_config.max_model_len")
+def sequence_fits_rollout(cfg: Config) -> Found:
+    yield from _fits(cfg, "generate_config.max_model_len", cfg.generate_config.max_model_len)
+
+
+@_rule("rl_config.max_prompt_length", _MAX_TOKENS, "actor.seq_length")
+def sequence_fits_training(cfg: Config) -> Found:
+    yield from _fits(cfg, actor_path(cfg, "seq_length"), cfg.actor.seq_length)
+
+
+def _fits(cfg: Config, limit_path: str, limit: int) -> Found:
+    prompt, response = cfg.rl_config.max_prompt_length, cfg.generate_config.sampling_config.max_tokens
+    if prompt + response > limit:
+        message = (
+            f"is shorter than rl_config.max_prompt_length = {prompt} plus {_MAX_TOKENS} = {response}, "
+            f"together {prompt + response}"
+        )
+        yield Violation(limit_path, limit, message, f"set it to {prompt + response}, or shorten the others")
+
+
+@_rule("actor.seq_length", needs_model=True)
+def training_length_fits_model(cfg: Config, model: ModelConfig) -> Found:
+    yield from _within_positions(actor_path(cfg, "seq_length"), cfg.actor.seq_length, model)
+
+
+@_rule("generate_config.max_model_len", needs_model=True)
+def rollout_length_fits_model(cfg: Config, model: ModelConfig) -> Found:
+    yield from _within_positions("generate_config.max_model_len", cfg.generate_config.max_model_len, model)
+
+
+def _within_positions(path: str, length: int, model: ModelConfig) -> Found:
+    limit = model.max_position_embeddings
+    if length > limit:
+        yield Violation(
+            path, length, f"is longer than the model's max_position_embeddings = {limit}", f"at most {limit}"
+        )
+
+
+@_rule("generate_config.max_num_batched_tokens", "generate_config.max_num_seqs")
+def batched_tokens_hold_sequences(cfg: Config) -> Found:
+    tokens, sequences = cfg.generate_config.max_num_batched_tokens, cfg.generate_config.max_num_seqs
+    if tokens is not None and tokens < sequences:
+        message = f"is less than generate_config.max_num_seqs = {sequences}: a step decodes a token of each sequence"
+        hint = f"at least {sequences}, or null for vLLM's own choice"
+        yield Violation("generate_config.max_num_batched_tokens", tokens, message, hint)
+
+
+@_rule("generate_config.sampling_config.temperature")
+def temperature_is_positive(cfg: Config) -> Found:
+    if cfg.generate_config.sampling_config.temperature == 0:
+        message = "greedy rollouts have no distribution to train on"
+        hint = "use a temperature above 0, usually 1.0"
+        yield Violation("generate_config.sampling_config.temperature", 0.0, message, hint)
+
+
+@_rule("actor.system_prompt", "actor.apply_chat_template")
+def system_prompt_needs_template(cfg: Config) -> Found:
+    if cfg.actor.system_prompt is not None and not cfg.actor.apply_chat_template:
+        message = "is used with a chat template only, and apply_chat_template = False"
+        hint = "set apply_chat_template: true, or put the text into the prompts"
+        yield Violation(actor_path(cfg, "system_prompt"), cfg.actor.system_prompt, message, hint)
+
+
+# ---------------------------------------------------------------- recomputation and optimizer
+
+
+@_rule("actor.recompute_granularity", "actor.recompute_method", "actor.recompute_num_layers")
+def recompute_keys_agree(cfg: Config) -> Found:
+    """Megatron's own condition: method and number of layers belong to `full`, and to nothing else."""
+    full = cfg.actor.recompute_granularity == "full"
+    for key in ("recompute_method", "recompute_num_layers"):
+        value = getattr(cfg.actor, key)
+        if full and value is None:
+            example = "uniform" if key == "recompute_method" else "1"
+            message = "is needed with recompute_granularity = 'full'"
+            yield Violation(actor_path(cfg, key), None, message, f"for example {key}: {example}")
+        elif not full and value is not None:
+            message = f"needs recompute_granularity = 'full', which is {cfg.actor.recompute_granularity!r}"
+            yield Violation(actor_path(cfg, key), value, message, "set recompute_granularity: full, or remove it")
+
+
+@_rule("actor.recompute_num_layers", _PP, needs_model=True)
+def recompute_layers_exist(cfg: Config, model: ModelConfig) -> Found:
+    layers, here = cfg.actor.recompute_num_layers, model.num_layers // cfg.actor.pipeline_model_parallel_size
+    if layers is not None and layers > max(here, 1):
+        message = f"a pipeline stage has only {here} of the model's {model.num_layers} layers"
+        yield Violation(actor_path(cfg, "recompute_num_layers"), layers, message, f"at most {here}")
+
+
+@_rule("actor.lr", "actor.min_lr")
+def min_lr_below_lr(cfg: Config) -> Found:
+    if cfg.actor.min_lr > cfg.actor.lr:
+        message = f"is larger than {actor_path(cfg, 'lr')} = {cfg.actor.lr!r}"
+        yield Violation(actor_path(cfg, "min_lr"), cfg.actor.min_lr, message, "the decay ends at min_lr: lower it")
+
+
+# ---------------------------------------------------------------- algorithm
+
+
+def _default(key: str) -> Any:
+    return RLConfig.model_fields[key].default
+
+
+@_rule("rl_config.gamma", "rl_config.lam", "rl_config.adv_estimator")
+def discount_is_used(cfg: Config) -> Found:
+    estimator = cfg.rl_config.adv_estimator
+    for key in ("gamma", "lam"):
+        value = getattr(cfg.rl_config, key)
+        if value != _default(key):
+            message = f"adv_estimator = {estimator!r} rewards whole responses and does not use it"
+            yield Violation(f"rl_config.{key}", value, message, f"leave it at {_default(key)}")
+
+
+@_rule("rl_config.kl_target", "rl_config.kl_horizon", "rl_config.kl_ctrl_type")
+def kl_controller_keys_are_used(cfg: Config) -> Found:
+    for key in ("kl_target", "kl_horizon"):
+        if cfg.rl_config.kl_ctrl_type == "fixed" and key in cfg.rl_config.model_fields_set:
+            message = "belongs to the adaptive controller, but kl_ctrl_type = 'fixed'"
+            hint = "set kl_ctrl_type: adaptive, or remove it"
+            yield Violation(f"rl_config.{key}", getattr(cfg.rl_config, key), message, hint)
+
+
+@_rule("rl_config.kl_ctrl_type", "rl_config.init_kl_coef")
+def adaptive_kl_starts_above_zero(cfg: Config) -> Found:
+    """The controller multiplies the coefficient: from 0 it never leaves 0."""
+    if cfg.rl_config.kl_ctrl_type == "adaptive" and cfg.rl_config.init_kl_coef == 0:
+        hint = "set a positive init_kl_coef, or kl_ctrl_type: fixed"
+        yield Violation("rl_config.init_kl_coef", 0.0, "kl_ctrl_type = 'adaptive' scales it, and 0 stays 0", hint)
+
+
+# ---------------------------------------------------------------- rewards
+
+
+@_rule("rl_config.verifier_function")
+def verifiers_are_known(cfg: Config) -> Found:
+    for index, name in enumerate(cfg.rl_config.verifier_function):
+        if name not in VERIFIERS:
+            near = difflib.get_close_matches(name, VERIFIERS, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(VERIFIERS)}"
+            yield Violation(f"rl_config.verifier_function.{index}", name, "no such verifier", hint)
+
+
+@_rule("rl_config.verifier_function", "rl_config.rule_reward")
+def verifiers_are_given_once(cfg: Config) -> Found:
+    names = cfg.rl_config.verifier_function
+    if not names:
+        message = "rule_reward: true needs at least one verifier"
+        yield Violation("rl_config.verifier_function", names, message, "for example [math_verify]")
+    elif len(set(names)) < len(names):
+        hint = "name it once and give it the sum of the weights"
+        yield Violation("rl_config.verifier_function", names, "names a verifier twice", hint)
+
+
+@_rule("rl_config.verifier_function", "rl_config.verifier_weight")
+def one_weight_per_verifier(cfg: Config) -> Found:
+    names, weights = cfg.rl_config.verifier_function, cfg.rl_config.verifier_weight
+    if len(names) != len(weights):
+        message = f"has {len(weights)} weights for {len(names)} verifiers, rl_config.verifier_function = {names!r}"
+        yield Violation("rl_config.verifier_weight", weights, message, f"for example {[1.0] * len(names)}")
+
+
+@_rule("rl_config.verifier_function", "rl_config.custom_reward_function")
+def custom_reward_is_complete(cfg: Config) -> Found:
+    custom, path = cfg.rl_config.custom_reward_function, "rl_config.custom_reward_function"
+    if "custom" in cfg.rl_config.verifier_function and custom is None:
+        hint = "set it to {path: my_reward.py, name: compute_score}"
+        yield Violation(path, None, "the verifier `custom` needs a file and a function name", hint)
+    if "custom" not in cfg.rl_config.verifier_function and custom is not None:
+        hint = "add custom to rl_config.verifier_function"
+        yield Violation(path, custom.path, "is set, but no verifier calls it", hint)
+
+
+# ---------------------------------------------------------------- logging
+
+
+@_rule("rl_config.use_wandb", *(f"rl_config.wandb_{key}" for key in ("project", "exp_name", "save_dir")))
+def wandb_keys_are_used(cfg: Config) -> Found:
+    for key in ("wandb_project", "wandb_exp_name", "wandb_save_dir"):
+        value = getattr(cfg.rl_config, key)
+        if value and not cfg.rl_config.use_wandb:  # templates commonly carry an empty string
+            yield Violation(f"rl_config.{key}", value, "is set, but use_wandb = False", "set use_wandb: true")
+
+
+@_rule("rl_config.use_wandb", "rl_config.use_swanlab", "rl_config.use_mlflow")
+def trackers_are_installed(cfg: Config) -> Found:
+    for package in ("wandb", "swanlab", "mlflow"):
+        if getattr(cfg.rl_config, f"use_{package}") and importlib.util.find_spec(package) is None:
+            hint = f"pip install 'mindspeed_rl[{package}]'"
+            yield Violation(f"rl_config.use_{package}", True, f"the package {package} is not installed", hint)
+
+
+# ---------------------------------------------------------------- devices
+
+
+@_rule("device", "actor.bf16", "generate_config.dtype")
+def cpu_computes_in_float32(cfg: Config) -> Found:
+    if cfg.device != "cpu":
+        return
+    if cfg.actor.bf16:
+        yield Violation(actor_path(cfg, "bf16"), True, "device = 'cpu' trains in float32 only", "set bf16: false")
+    if cfg.generate_config.dtype != "float32":
+        message = "device = 'cpu' generates in float32 only"
+        yield Violation("generate_config.dtype", cfg.generate_config.dtype, message, "set dtype: float32")
+
+
+# ---------------------------------------------------------------- accepted names whose effect is not built
+
+
+def _refuse(path: str, allowed: Any, reason: str) -> None:
+    """Register a rule that refuses any value but `allowed`: a key is never accepted and ignored."""
+    section, _, key = path.partition(".")
+
+    def find(cfg: Config) -> Found:
+        value = getattr(cfg.actor if section == "actor" else getattr(cfg, section), key)
+        if value != allowed:
+            shown = actor_path(cfg, key) if section == "actor" else path
+            text = str(allowed).lower() if isinstance(allowed, bool) else str(allowed)
+            yield Violation(shown, value, reason, f"set it to {text}")
+
+    RULES.append(Rule(f"refuse_{key}", (path,), find))
+
+
+_LATER = "not supported by this version"
+_refuse("actor.context_parallel_size", 1, _LATER)
+_refuse("actor.expert_model_parallel_size", 1, _LATER)
+_refuse("generate_config.infer_pipeline_parallel_size", 1, _LATER)
+_refuse("generate_config.infer_expert_parallel_size", 1, _LATER)
+_refuse("generate_config.enable_expert_parallel", False, _LATER)
+_refuse("generate_config.torchair_graph", False, f"{_LATER}: it needs device npu and a DeepSeek-V3 model")
+_refuse("generate_config.num_scheduler_steps", 1, "vLLM's V1 engine schedules at every step and has no such setting")
+_refuse("rl_config.use_integrated_worker", True, f"{_LATER}: every device holds actor, reference and rollout")
+_refuse("rl_config.rule_reward", True, f"{_LATER}: reward models are not built, rewards come from rules")
