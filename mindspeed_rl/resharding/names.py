@@ -11,7 +11,7 @@ Slices are even cuts along `tp_dim`. Merging one tensor does nothing; `gate_up` 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -259,6 +259,26 @@ def parameter_table(model: ModelConfig) -> list[Parameter]:
         *(make_parameter(row, model, layer) for layer in range(model.num_layers) for row in of_layer),
         *(make_parameter(row, model) for row in rows[first + len(of_layer) :]),
     ]
+
+
+def check_hf_names(model: ModelConfig, names: Iterable[str]) -> None:
+    """Check that a Hugging Face checkpoint holds the model's tensors and no others.
+
+    A stored copy of a tied output layer and the rotary frequencies that old files contain are let pass.
+
+    Raises:
+        CheckpointError: tensors are missing or would be lost; lists them.
+    """
+    expected = {name for parameter in parameter_table(model) for name in parameter.hf_names}
+    found = {name for name in names if not name.endswith("rotary_emb.inv_freq")}
+    if not model.untie_embeddings_and_output_weights:
+        found.discard("lm_head.weight")
+    for problem, difference in (("lacks", expected - found), ("has unexpected", found - expected)):
+        if difference:
+            listed = ", ".join(sorted(difference))
+            raise CheckpointError(
+                f"the {model.architecture} checkpoint {problem} {len(difference)} tensors: {listed}"
+            )
 
 
 def make_parameter(row: Row, model: ModelConfig, layer: int | None = None) -> Parameter:

@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from mindspeed_rl.common.errors import CheckpointError
 from mindspeed_rl.config.model import ModelConfig
 from mindspeed_rl.resharding.layout import Layout
-from mindspeed_rl.resharding.names import global_name, local_name, parameter_table
+from mindspeed_rl.resharding.names import check_hf_names, global_name, local_name, parameter_table
 
 torch.set_num_threads(1)
 
@@ -164,3 +164,14 @@ def test_wrong_sizes_are_named():
         qkv.unshard([torch.rand(32, 32), torch.rand(3)])
     with pytest.raises(CheckpointError, match="4 layers cannot be divided evenly over 3 pipeline stages"):
         Layout.even(config, pipeline_parallel=3)
+
+
+def test_checkpoints_with_missing_or_unexpected_tensors_are_refused():
+    model = hf_model("llama", tie_word_embeddings=True)
+    config = shape_of(model)
+    names = [name for name, _ in model.named_parameters()]
+    check_hf_names(config, [*names, "lm_head.weight", "model.layers.0.self_attn.rotary_emb.inv_freq"])
+    with pytest.raises(CheckpointError, match=r"has unexpected 1 tensors: model\.layers\.0\.self_attn\.q_proj\.bias"):
+        check_hf_names(config, [*names, "model.layers.0.self_attn.q_proj.bias"])
+    with pytest.raises(CheckpointError, match=r"lacks 1 tensors: model\.embed_tokens\.weight"):
+        check_hf_names(config, names[1:])

@@ -1,0 +1,124 @@
+"""Convert weights between a Hugging Face folder and a checkpoint of this trainer, without loss, on the CPU.
+
+    python cli/convert_checkpoint.py --direction hf2mcore --load <hf folder> --save <new checkpoints folder> \\
+        --tensor-parallel 2 --pipeline-parallel 2
+    python cli/convert_checkpoint.py --direction mcore2hf --load <checkpoint, any layout> --save <new hf folder>
+
+A checkpoint made here holds weights only. `mcore2hf` needs nothing beside the checkpoint, which carries the model's
+shape, its layout and the Hugging Face configuration and tokenizer files.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+if __name__ == "__main__":  # run as a file: Python then searches cli/ instead of the repository
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+
+from mindspeed_rl.checkpoint.files import new_folder
+from mindspeed_rl.checkpoint.hf import HFWeights, write_hf
+from mindspeed_rl.checkpoint.state import CheckpointReader, CheckpointStore, is_checkpoint, open_checkpoint
+from mindspeed_rl.common.errors import CheckpointError, MindSpeedRLError
+from mindspeed_rl.config.model import ModelConfig
+from mindspeed_rl.resharding.layout import Layout
+from mindspeed_rl.resharding.names import check_hf_names
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="convert_checkpoint", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--direction", required=True, choices=["hf2mcore", "mcore2hf"])
+    parser.add_argument("--load", required=True, type=Path, help="folder to read")
+    parser.add_argument("--save", required=True, type=Path, help="folder to write; it must not hold anything yet")
+    parser.add_argument("--tensor-parallel", type=_count, help="hf2mcore: ranks that share each layer (default 1)")
+    parser.add_argument("--pipeline-parallel", type=_count, help="hf2mcore: pipeline stages (default 1)")
+    return parser
+
+
+def _count(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is less than 1")
+    return value
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; returns the exit code."""
+    parser = build_parser()
+    args = parser.parse_args(argv)
+    try:
+        if args.direction == "hf2mcore":
+            hf_to_mcore(args.load, args.save, args.tensor_parallel or 1, args.pipeline_parallel or 1)
+        elif args.tensor_parallel or args.pipeline_parallel:
+            parser.error("mcore2hf reads the layout from the checkpoint: leave out --tensor/pipeline-parallel")
+        else:
+            mcore_to_hf(args.load, args.save)
+    except MindSpeedRLError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+    print(f"wrote {args.save}")
+    return 0
+
+
+def hf_to_mcore(load: Path, save: Path, tensor_parallel: int = 1, pipeline_parallel: int = 1) -> None:
+    """Write a weights-only checkpoint (iteration 0) for a layout; one rank's weights are in memory at a time.
+
+    Raises:
+        CheckpointError: a folder or tensor is missing or damaged, the model is not supported or does not fit the
+            layout, or `save` is in use.
+    """
+    reader = HFWeights(load)
+    config = reader.config()
+    try:
+        model = ModelConfig.from_hf(config)
+    except ValueError as error:
+        raise CheckpointError(f"{load / 'config.json'}: {error}") from error
+    check_hf_names(model, reader.names)
+    layout = Layout.even(model, tensor_parallel, pipeline_parallel)
+    with new_folder(save) as root:
+        store = CheckpointStore(root)
+        store.begin(0, load)
+        for rank in range(layout.world_size):
+            tp_rank, pp_rank, _ = layout.coordinates(rank)
+            weights = {
+                name: parameter.load_shard(reader, tp_rank, tensor_parallel)
+                for name, parameter in layout.held(model, pp_rank).items()
+            }
+            store.write_rank(0, rank, {"model": weights})
+        store.commit(0, {"model": model.model_dump(), "layout": layout.to_dict(), "weights_only": True})
+
+
+def mcore_to_hf(load: Path, save: Path) -> None:
+    """Write a Hugging Face folder from a checkpoint of any layout.
+
+    Raises:
+        CheckpointError: the checkpoint is missing or damaged or does not describe its model, or `save` is in use.
+    """
+    if not is_checkpoint(load):
+        raise CheckpointError(f"{load} is neither a checkpoint nor a folder of checkpoints of this trainer")
+    reader = open_checkpoint(load)
+    if "model" not in reader.trainer or reader.hf_folder is None:
+        raise CheckpointError(f"{reader.path} does not carry the model's shape and Hugging Face files")
+    write_hf(save, _hf_tensors(reader), reader.hf_folder)
+
+
+def _hf_tensors(reader: CheckpointReader) -> Iterator[tuple[str, torch.Tensor]]:
+    model, layout = ModelConfig(**reader.trainer["model"]), Layout.from_dict(reader.layout)
+    for pp_rank in range(layout.pipeline_parallel):
+        ranks = [layout.rank(tp_rank, pp_rank) for tp_rank in range(layout.tensor_parallel)]
+        states = [reader.load_rank(rank, mmap=True)["model"] for rank in ranks]
+        for name, parameter in layout.owned(model, pp_rank).items():
+            for rank, state in zip(ranks, states, strict=True):
+                if name not in state:
+                    raise CheckpointError(f"{reader.path}: rank {rank} lacks {name}")
+            yield from parameter.shards_to_hf([state[name] for state in states])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,141 @@
+"""The conversion command: bit-exact round trips through every layout, and refusals that say why."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from cli.convert_checkpoint import main
+from mindspeed_rl.checkpoint.hf import HFWeights
+from mindspeed_rl.checkpoint.state import open_checkpoint
+
+torch.set_num_threads(1)
+COMMAND = Path(__file__).resolve().parents[2] / "cli" / "convert_checkpoint.py"
+
+
+def make_model(folder: Path, model_type: str, tie: bool = False, dtype: torch.dtype = torch.float32) -> Path:
+    torch.manual_seed(1)
+    config = AutoConfig.for_model(
+        model_type,
+        vocab_size=41,
+        hidden_size=16,
+        intermediate_size=20,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=6,
+        max_position_embeddings=64,
+        tie_word_embeddings=tie,
+    )
+    model = AutoModelForCausalLM.from_config(config).to(dtype)
+    for parameter in model.parameters():  # biases and norms too
+        torch.nn.init.normal_(parameter)
+    model.save_pretrained(folder)
+    (folder / "tokenizer.json").write_text("{}")
+    return folder
+
+
+def convert(direction, load, save, *options):
+    return main(["--direction", direction, "--load", str(load), "--save", str(save), *options])
+
+
+@pytest.mark.parametrize("model_type", ["qwen2", "qwen3", "llama"])
+@pytest.mark.parametrize("tie", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 1), (1, 2), (2, 2)])
+def test_round_trip_is_bit_exact(tmp_path, model_type, tie, tp, pp):
+    source = make_model(tmp_path / "source", model_type, tie, torch.bfloat16 if tp == 2 else torch.float32)
+    layout = ["--tensor-parallel", str(tp), "--pipeline-parallel", str(pp)]
+    assert convert("hf2mcore", source, tmp_path / "mcore", *layout) == 0
+    shutil.move(source, tmp_path / "gone")  # the checkpoint suffices
+    assert convert("mcore2hf", tmp_path / "mcore", tmp_path / "target") == 0
+    expected, found = HFWeights(tmp_path / "gone"), HFWeights(tmp_path / "target")
+    assert sorted(found.names) == sorted(expected.names)
+    for name in expected.names:
+        assert torch.equal(found.tensor(name), expected.tensor(name))
+        assert found.tensor(name).dtype == expected.tensor(name).dtype
+    for file in ("tokenizer.json", "generation_config.json"):
+        assert (tmp_path / "target" / file).read_bytes() == (tmp_path / "gone" / file).read_bytes()
+    configs = [json.loads((tmp_path / name / "config.json").read_text()) for name in ("gone", "target")]
+    assert configs[0] == configs[1]
+
+
+def test_converted_model_computes_the_same(tmp_path):
+    source = make_model(tmp_path / "source", "qwen2")
+    convert("hf2mcore", source, tmp_path / "mcore", "--tensor-parallel", "2")
+    convert("mcore2hf", tmp_path / "mcore" / "iter_0000000", tmp_path / "target")
+    tokens = torch.arange(20)[None]
+    with torch.no_grad():
+        logits = [
+            AutoModelForCausalLM.from_pretrained(folder)(tokens).logits for folder in (source, tmp_path / "target")
+        ]
+    assert torch.equal(*logits)
+
+
+def test_last_stage_of_a_tied_model_gets_its_copy_of_the_embedding(tmp_path):
+    convert(
+        "hf2mcore", make_model(tmp_path / "source", "qwen2", tie=True), tmp_path / "mcore", "--pipeline-parallel=2"
+    )
+    reader = open_checkpoint(tmp_path / "mcore")
+    assert reader.trainer["weights_only"] is True
+    first, last = (reader.load_rank(rank)["model"] for rank in range(2))
+    assert torch.equal(last["output_layer.weight"], first["embedding.word_embeddings.weight"])
+    assert "decoder.layers.0.mlp.linear_fc1.weight" in last
+    assert "embedding.word_embeddings.weight" not in last
+
+
+def test_refusals_name_the_cause(tmp_path, capsys):
+    source = make_model(tmp_path / "source", "llama")
+
+    def refused(*arguments):
+        assert convert(*arguments) == 1
+        assert not (tmp_path / "new").exists()
+        return capsys.readouterr().err
+
+    new = tmp_path / "new"
+    assert "nowhere does not exist" in refused("hf2mcore", tmp_path / "nowhere", new)
+    assert "2 layers cannot be divided evenly over 3" in refused("hf2mcore", source, new, "--pipeline-parallel=3")
+    assert "source exists already" in refused("hf2mcore", source, source)
+    assert "neither a checkpoint nor" in refused("mcore2hf", source, new)
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps({**config, "hidden_act": "gelu"}))
+    assert "config.json: hidden_act = 'gelu'" in refused("hf2mcore", source, new)
+    (source / "config.json").write_text(json.dumps({**config, "intermediate_size": 24}))
+    assert "gate_proj.weight has shape (20, 16), but" in refused("hf2mcore", source, new)
+    (source / "config.json").write_text(json.dumps(config))
+    weights = load_file(source / "model.safetensors")
+    save_file({**weights, "model.layers.0.extra": torch.zeros(1)}, source / "model.safetensors")
+    assert "has unexpected 1 tensors: model.layers.0.extra" in refused("hf2mcore", source, new)
+    del weights["model.norm.weight"]
+    save_file(weights, source / "model.safetensors")
+    assert "lacks 1 tensors: model.norm.weight" in refused("hf2mcore", source, new)
+    (source / "model.safetensors").write_bytes((source / "model.safetensors").read_bytes()[:-10])
+    assert "model.safetensors is truncated or corrupt" in refused("hf2mcore", source, new)
+
+
+def test_layouts_that_do_not_divide_the_heads_are_refused(tmp_path, capsys):
+    source = make_model(tmp_path / "source", "qwen3")
+    assert convert("hf2mcore", source, tmp_path / "new", "--tensor-parallel=4") == 1
+    assert "2 query groups cannot be divided by TP size 4" in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()
+
+
+def test_command_line(tmp_path):
+    result = subprocess.run(
+        [sys.executable, COMMAND, "--direction", "mcore2hf", "--load", tmp_path, "--save", tmp_path / "x"],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        check=False,
+    )
+    assert result.returncode == 1
+    assert result.stderr.strip().startswith(f"{tmp_path} is neither a checkpoint")
+    with pytest.raises(SystemExit):
+        main(["--direction", "hf2mcore", "--load", "a", "--save", "b", "--tensor-parallel", "0"])
+    with pytest.raises(SystemExit):
+        main(["--direction", "mcore2hf", "--load", "a", "--save", "b", "--tensor-parallel", "2"])
