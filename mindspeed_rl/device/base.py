@@ -52,6 +52,9 @@ class Device(Protocol):
     def total_memory(self) -> int:
         """Bytes on the device (on cpu: of the host)."""
 
+    def peak_flops(self, bf16: bool) -> float | None:
+        """Dense matrix FLOP/s by the vendor's data sheet, for utilisation figures; None where not known."""
+
     def manual_seed(self, seed: int) -> None:
         """Seed the device's default generator, and the host's."""
 

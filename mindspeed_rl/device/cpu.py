@@ -54,6 +54,9 @@ class CpuDevice:
     def total_memory(self) -> int:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
+    def peak_flops(self, bf16: bool) -> float | None:
+        return None
+
     def manual_seed(self, seed: int) -> None:
         torch.manual_seed(seed)
 

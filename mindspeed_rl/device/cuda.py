@@ -8,6 +8,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+# NVIDIA data sheets, dense
+PEAK_BF16_FLOPS = {"H200": 989.4e12, "H100": 989.4e12, "H20": 148e12, "A100": 312e12, "A800": 312e12, "L40S": 362e12}
+
 
 class CudaDevice:
     """See `mindspeed_rl.device.base.Device`."""
@@ -50,6 +53,10 @@ class CudaDevice:
 
     def total_memory(self) -> int:
         return torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+
+    def peak_flops(self, bf16: bool) -> float | None:
+        name = torch.cuda.get_device_name()
+        return next((flops for chip, flops in PEAK_BF16_FLOPS.items() if chip in name), None) if bf16 else None
 
     def manual_seed(self, seed: int) -> None:
         torch.manual_seed(seed)

@@ -62,6 +62,9 @@ class NpuDevice:
     def total_memory(self) -> int:
         return int(_npu().get_device_properties(_npu().current_device()).total_memory)
 
+    def peak_flops(self, bf16: bool) -> float | None:
+        return None
+
     def manual_seed(self, seed: int) -> None:
         torch.manual_seed(seed)
         _npu().manual_seed(seed)

@@ -8,11 +8,15 @@ from mindspeed_rl.common.errors import ConfigError, Violation
 from mindspeed_rl.device.base import Device
 
 
-def make_device(kind: str) -> Device:
+def make_device(kind: str, here: bool = True) -> Device:
     """The device named `kind`: npu, cuda, cpu, or auto (the first of these that this process can use).
 
+    Args:
+        kind: which one.
+        here: it will be used in this process (False: only its description is wanted, as on a head node).
+
     Raises:
-        ConfigError: `kind` names a device that this process cannot use.
+        ConfigError: `kind` names a device that this process should use and cannot.
     """
     from mindspeed_rl.device.cpu import CpuDevice
     from mindspeed_rl.device.cuda import CudaDevice
@@ -22,7 +26,7 @@ def make_device(kind: str) -> Device:
     if kind == "auto":
         return next(device for device in (cls() for cls in kinds.values()) if device.available())
     device = kinds[kind]()
-    if not device.available():
+    if here and not device.available():
         package = {"npu": "torch_npu", "cuda": "torch"}[kind]
         reason = f"package {package} is not installed" if find_spec(package) is None else "no such device is visible"
         raise ConfigError([Violation("device", kind, reason, "choose another device, or auto")])

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
-from mindspeed_rl.metrics.metric import MetricSet
+from mindspeed_rl.common.metric import MetricSet
 from mindspeed_rl.types import RolloutBatch
 
 # (micro-batch, log_probs [R] with gradient, entropy [R] or None) -> (scalar loss, metrics)

@@ -14,7 +14,6 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.models.gpt import GPTModel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
-from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from mindspeed_rl.algorithms.log_probs import vocab_parallel_log_probs
 from mindspeed_rl.checkpoint.hf import HFWeights
@@ -27,12 +26,10 @@ from mindspeed_rl.engine.megatron.model import build_model
 from mindspeed_rl.engine.megatron.offload import HostMemory
 from mindspeed_rl.engine.megatron.optimizer import Optimizer
 from mindspeed_rl.engine.megatron.packing import PackedMicroBatch, pack
-from mindspeed_rl.metrics.metric import MetricSet
+from mindspeed_rl.common.metric import MetricSet
 from mindspeed_rl.resharding.export import Topology, export_hf
-from mindspeed_rl.resharding.names import global_name, parameter_table
+from mindspeed_rl.resharding.layout import Layout as WeightLayout
 from mindspeed_rl.types import RolloutBatch
-
-EMBEDDING, OUTPUT_LAYER = "embedding.word_embeddings.weight", "output_layer.weight"
 
 
 def initialize_parallel_state(cfg: MegatronConfig) -> None:
@@ -53,7 +50,7 @@ class MegatronEngine:
         model: shape of the model.
         device: this process's device.
         total_steps: optimizer steps of the whole run, for the learning-rate schedule.
-        weights: Hugging Face checkpoint that actor and reference start from.
+        weights: what actor and reference start from: a Hugging Face checkpoint, or this rank's own tensors by name.
         with_reference: keep a frozen copy of the starting weights.
         offload_reference: keep that copy on host memory outside its stage.
     """
@@ -64,7 +61,7 @@ class MegatronEngine:
         model: ModelConfig,
         device: Device,
         total_steps: int,
-        weights: HFWeights,
+        weights: HFWeights | Mapping[str, torch.Tensor],
         with_reference: bool,
         offload_reference: bool = False,
     ):
@@ -73,8 +70,11 @@ class MegatronEngine:
         self.data_parallel_size = mpu.get_data_parallel_world_size()
         self.is_output_rank = mpu.is_pipeline_last_stage() and mpu.get_tensor_model_parallel_rank() == 0
 
-        module = build_model(cfg, model, device)
-        self._load_hf(module, weights)
+        self.layout = WeightLayout.even(
+            model, cfg.tensor_model_parallel_size, cfg.pipeline_model_parallel_size, self.data_parallel_size
+        )
+        module = build_model(cfg, model, device, self.layout)
+        self._load(module, weights)
         self.actor = DistributedDataParallel(
             module.config,
             DistributedDataParallelConfig(
@@ -90,43 +90,36 @@ class MegatronEngine:
         self.reference: GPTModel | None = None
         self._reference_memory = HostMemory(device) if offload_reference and device.name != "cpu" else None
         if with_reference:
-            self.reference = build_model(cfg, model, device).requires_grad_(False)
-            self._load_hf(self.reference, weights)
+            self.reference = build_model(cfg, model, device, self.layout).requires_grad_(False)
+            self._load(self.reference, weights)
             if self._reference_memory:
                 self._reference_memory.offload(self.reference.parameters())
 
     # ---- weights -------------------------------------------------------------------------------------------------
 
-    def _local_parameters(self, module: GPTModel) -> dict[str, tuple[str, torch.Tensor]]:
-        """Local name -> (name in the full model, tensor) of every parameter on this rank."""
-        offset = get_transformer_layer_offset(module.config)
-        return {name: (global_name(name, offset), tensor) for name, tensor in module.named_parameters()}
-
-    def _load_hf(self, module: GPTModel, weights: HFWeights) -> None:
-        table = {parameter.name: parameter for parameter in parameter_table(self.model_config)}
+    def _load(self, module: GPTModel, weights: HFWeights | Mapping[str, torch.Tensor]) -> None:
         tp_rank, tp_size = mpu.get_tensor_model_parallel_rank(), mpu.get_tensor_model_parallel_world_size()
+        held = self.layout.held(self.model_config, mpu.get_pipeline_model_parallel_rank())
         with torch.no_grad():
-            for name, tensor in self._local_parameters(module).values():
-                # with tied embeddings the last pipeline stage holds a second copy
-                entry = table[EMBEDDING if name == OUTPUT_LAYER and name not in table else name]
-                tensor.copy_(entry.load_shard(weights, tp_rank, tp_size))
+            for name, tensor in module.named_parameters():
+                if isinstance(weights, HFWeights):
+                    tensor.copy_(held[name].load_shard(weights, tp_rank, tp_size))
+                else:
+                    tensor.copy_(_matching(weights, name, tensor))
 
     def export_weights(self, bucket_bytes: int) -> Iterator[tuple[str, torch.Tensor]]:
         """All of the actor's weights under their Hugging Face names (a collective)."""
-        table = {parameter.name for parameter in parameter_table(self.model_config)}
-        named = self._local_parameters(self.actor.module)
-        exported = {name: tensor.detach() for name, (full, tensor) in named.items() if full in table}
-        return export_hf(exported, self.model_config, self._topology(), bucket_bytes)
-
-    def _topology(self) -> Topology:
-        return Topology(
+        pp_rank = mpu.get_pipeline_model_parallel_rank()
+        owned = self.layout.owned(self.model_config, pp_rank)
+        parameters = {n: p.detach() for n, p in self.actor.module.named_parameters() if n in owned}
+        topology = Topology(
+            self.layout,
             tp_rank=mpu.get_tensor_model_parallel_rank(),
-            tp_size=mpu.get_tensor_model_parallel_world_size(),
-            pp_rank=mpu.get_pipeline_model_parallel_rank(),
-            pp_size=mpu.get_pipeline_model_parallel_world_size(),
-            tp_group=mpu.get_tensor_model_parallel_group(),
-            pp_group=mpu.get_pipeline_model_parallel_group(),
+            pp_rank=pp_rank,
+            tp_group=_none_if_alone(mpu.get_tensor_model_parallel_group()),
+            pp_group=_none_if_alone(mpu.get_pipeline_model_parallel_group()),
         )
+        return export_hf(parameters, self.model_config, topology, bucket_bytes)
 
     # ---- passes --------------------------------------------------------------------------------------------------
 
@@ -214,8 +207,8 @@ class MegatronEngine:
         if self.is_output_rank:
             for result in results:
                 metrics.merge(result)
-            metrics.mean("grad_norm", grad_norm)
-            metrics.mean("lr", learning_rate)
+            metrics.mean("actor/grad_norm", grad_norm)
+            metrics.mean("actor/lr", learning_rate)
         return metrics
 
     def sum_over_data_parallel(self, values: Sequence[float]) -> list[float]:
@@ -248,8 +241,9 @@ class MegatronEngine:
 
     def state_dict(self, optimizer: bool, rng: bool) -> dict[str, Any]:
         """This rank's state, as tensors and plain Python values."""
-        named = self._local_parameters(self.actor.module)
-        state: dict[str, Any] = {"model": {name: tensor.detach().cpu().clone() for name, (_, tensor) in named.items()}}
+        named = self.actor.module.named_parameters()
+        # clone: parameters are views of one buffer, and saving a view would save the whole of it
+        state: dict[str, Any] = {"model": {name: tensor.detach().cpu().clone() for name, tensor in named}}
         if optimizer:
             state["optimizer"] = self.optimizer.state_dict()
         if rng:
@@ -266,13 +260,7 @@ class MegatronEngine:
             if wanted and part not in state:
                 key = {"optimizer": "no_load_optim", "rng": "no_load_rng"}[part]
                 raise CheckpointError(f"the checkpoint holds no {part} state (saved without it): set {key}: true")
-        with torch.no_grad():
-            for name, (_, tensor) in self._local_parameters(self.actor.module).items():
-                saved = state["model"].get(name)
-                if saved is None or saved.shape != tensor.shape:
-                    found = "nothing" if saved is None else f"shape {tuple(saved.shape)}"
-                    raise CheckpointError(f"checkpoint has {found} for {name}, the model {tuple(tensor.shape)}")
-                tensor.copy_(saved)
+        self._load(self.actor.module, state["model"])
         if optimizer:
             self.optimizer.load_state_dict(state["optimizer"])
         else:
@@ -280,3 +268,15 @@ class MegatronEngine:
         if rng:
             self.device.set_rng_state(state["rng"])
             get_cuda_rng_tracker().set_states(state["rng"]["tracker"])
+
+
+def _matching(weights: Mapping[str, torch.Tensor], name: str, parameter: torch.Tensor) -> torch.Tensor:
+    saved = weights.get(name)
+    if saved is None or saved.shape != parameter.shape:
+        found = "nothing" if saved is None else f"shape {tuple(saved.shape)}"
+        raise CheckpointError(f"the checkpoint has {found} for {name}, the model shape {tuple(parameter.shape)}")
+    return saved
+
+
+def _none_if_alone(group: dist.ProcessGroup) -> dist.ProcessGroup | None:
+    return group if group.size() > 1 else None

@@ -14,6 +14,7 @@ from mindspeed_rl.config.model import ModelConfig
 from mindspeed_rl.config.schema import MegatronConfig
 from mindspeed_rl.device.base import Device
 from mindspeed_rl.engine.megatron.modules import PackedAttention, RMSNorm, use_packed_rotary_embedding
+from mindspeed_rl.resharding.layout import Layout as WeightLayout
 
 
 def transformer_config(cfg: MegatronConfig, model: ModelConfig, device: Device) -> TransformerConfig:
@@ -43,6 +44,7 @@ def transformer_config(cfg: MegatronConfig, model: ModelConfig, device: Device) 
         sequence_parallel=cfg.sequence_parallel,
         # micro-batches are packed: their token counts differ, so stages tell each other the shapes
         variable_seq_lengths=cfg.pipeline_model_parallel_size > 1,
+        moe_token_dispatcher_type="alltoall",  # the one that allows variable lengths; checked for dense models, too
         recompute_granularity=cfg.recompute_granularity,
         recompute_method=cfg.recompute_method,
         recompute_num_layers=cfg.recompute_num_layers,
@@ -58,7 +60,7 @@ def transformer_config(cfg: MegatronConfig, model: ModelConfig, device: Device) 
     )
 
 
-def build_model(cfg: MegatronConfig, model: ModelConfig, device: Device) -> GPTModel:
+def build_model(cfg: MegatronConfig, model: ModelConfig, device: Device, layout: WeightLayout) -> GPTModel:
     """This rank's part of the model; its weights are not initialised."""
     config = transformer_config(cfg, model, device)
     use_packed_rotary_embedding()
@@ -82,4 +84,10 @@ def build_model(cfg: MegatronConfig, model: ModelConfig, device: Device) -> GPTM
         position_embedding_type="rope",
         rotary_base=model.rotary_base,
     )
+    # Megatron marks shards while initialising weights, which we skip; its gradient norm counts unmarked ones once
+    for name, parameter in layout.held(model, mpu.get_pipeline_model_parallel_rank()).items():
+        tensor = built.get_parameter(name)
+        tensor.tensor_model_parallel = parameter.tp_dim is not None
+        if parameter.tp_dim is not None:
+            tensor.partition_dim, tensor.partition_stride = parameter.tp_dim, 1
     return built.to(device.current())

@@ -1,0 +1,43 @@
+"""Runs a function on several gloo ranks, each a process of its own."""
+
+import os
+import pickle
+import tempfile
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import torch.multiprocessing as mp
+
+
+def _rank(rank: int, world: int, folder: str, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    os.environ.update(RANK=str(rank), LOCAL_RANK="0", WORLD_SIZE=str(world), OMP_NUM_THREADS="1")
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    try:
+        dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world)
+        result = function(rank, *args)
+    except BaseException:
+        with open(f"{folder}/error", "a") as file:
+            file.write(f"rank {rank}:\n{traceback.format_exc()}")
+        raise
+    with open(f"{folder}/{rank}", "wb") as file:
+        pickle.dump(result, file)
+    os._exit(0)  # libraries loaded here must not hold up the end
+
+
+def run_ranks(world: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+    """`function(rank, *args)` on `world` ranks with torch.distributed up; the results in rank order."""
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            mp.spawn(_rank, (world, folder, function, args), nprocs=world)
+        except Exception:
+            errors = open(f"{folder}/error").read() if os.path.exists(f"{folder}/error") else ""
+            raise AssertionError(f"a rank failed\n{errors}") from None
+        results = []
+        for rank in range(world):
+            with open(f"{folder}/{rank}", "rb") as file:
+                results.append(pickle.load(file))
+        return results
