@@ -36,7 +36,7 @@ def vocab_parallel_log_probs(
         vocab_size: size of the real vocabulary; columns from there on are padding and count as impossible.
         temperature: divisor of the logits, as in sampling.
         with_entropy: compute the entropy too.
-        chunk: rows worked off at a time; bounds the float32 memory to a few times chunk·V/tp.
+        chunk: rows worked off at a time; bounds the float32 memory to two copies of [chunk, V/tp].
 
     Returns:
         log_probs [N] float32, and entropy [N] float32 in nats or None.
@@ -91,7 +91,7 @@ class _VocabParallelLogProbs(torch.autograd.Function):
         sums = logits.new_zeros((3 if with_entropy else 2, rows), dtype=torch.float32)
         if real:
             for part in _chunks(rows, chunk):
-                z = (logits[part, :real].float() / temperature).sub_(largest[part, None])
+                z = _scaled_copy(logits[part, :real], temperature).sub_(largest[part, None])
                 sums[0, part] = z.gather(1, column[part, None]).squeeze(1) * is_mine[part]
                 exp = z.exp()
                 sums[1, part] = exp.sum(dim=1)
@@ -116,10 +116,11 @@ class _VocabParallelLogProbs(torch.autograd.Function):
         grad_logits = torch.empty_like(logits)
         grad_logits[:, real:] = 0
         for part in _chunks(len(logits), ctx.chunk) if real else ():
-            log_p = (logits[part, :real].float() / temperature).sub_(log_normaliser[part, None])
+            log_p = _scaled_copy(logits[part, :real], temperature).sub_(log_normaliser[part, None])
             p = log_p.exp()
-            grad_z = torch.zeros_like(p)
-            if grad_entropy is not None:
+            if grad_entropy is None:
+                grad_z = log_p.zero_()  # in place: chunk·V/tp is the size that matters here
+            else:
                 grad_z = log_p.add_(entropy[part, None]).mul_(p).mul_(-grad_entropy[part, None])
             if grad_log_probs is not None:
                 upstream = grad_log_probs[part, None]
@@ -134,6 +135,11 @@ def _own_column(targets: Tensor, first: int, real: int) -> tuple[Tensor, Tensor]
     local = targets - first
     is_mine = (local >= 0) & (local < real)
     return torch.where(is_mine, local, 0), is_mine.float()
+
+
+def _scaled_copy(logits: Tensor, temperature: float) -> Tensor:
+    """logits / temperature in float32, in memory of its own that the caller may overwrite."""
+    return logits.to(torch.float32, copy=True).div_(temperature)
 
 
 def _chunks(rows: int, chunk: int) -> list[slice]:

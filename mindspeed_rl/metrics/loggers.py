@@ -48,18 +48,18 @@ class ConsoleLogger:
         file: where to write; None: standard output.
     """
 
-    # heading, metric, format
+    # heading, metric, format; the most wanted first, for a narrow terminal shows only those that fit
     COLUMNS = (
         ("reward", "reward/mean", "{:.3f}"),
         ("length", "response_length/mean", "{:.1f}"),
-        ("pg_loss", "actor/pg_loss", "{:+.4f}"),
-        ("kl", "actor/kl", "{:.4f}"),
-        ("entropy", "actor/entropy", "{:.3f}"),
-        ("clipped", "actor/pg_clipfrac", "{:.3f}"),
-        ("grad_norm", "actor/grad_norm", "{:.3f}"),
-        ("lp_diff", "rollout/logprob_diff_mean", "{:.1e}"),
         ("s/step", "timing/all", "{:.2f}"),
         ("tok/s/dev", "throughput/total", "{:.0f}"),
+        ("kl", "actor/kl", "{:.4f}"),
+        ("entropy", "actor/entropy", "{:.3f}"),
+        ("grad_norm", "actor/grad_norm", "{:.3f}"),
+        ("pg_loss", "actor/pg_loss", "{:+.4f}"),
+        ("clipped", "actor/pg_clipfrac", "{:.3f}"),
+        ("lp_diff", "rollout/logprob_diff_mean", "{:.1e}"),
     )
     WIDTH = 9
     HEADER_EVERY = 20
@@ -83,6 +83,7 @@ class ConsoleLogger:
             text = "  ".join(f"{heading} {value}" for heading, value in cells)
             print(f"step {step}/{self.total_steps}  {text}", file=self.console.file, flush=True)
             return
+        cells = cells[: self.console.width // (self.WIDTH + 1) - 1]
         table = Table(box=None, padding=(0, 1, 0, 0), show_header=self.rows % self.HEADER_EVERY == 0)
         for heading in ("step", *(heading for heading, _ in cells)):
             table.add_column(heading, justify="right", min_width=self.WIDTH, no_wrap=True)

@@ -27,19 +27,21 @@ METRICS: dict[str, MetricInfo] = {
     "reward/max": MetricInfo("max", "", "weighted reward, over scored samples", "grpo/score/max"),
     "reward/min": MetricInfo("min", "", "weighted reward, over scored samples", "grpo/score/min"),
     "reward/std": MetricInfo("std", "", "weighted reward, over scored samples"),
-    "reward/verifier/{verifier}": MetricInfo(
-        "mean", "", "one verifier's score, over its scored samples", "{verifier}_rewards/mean"
-    ),
+    "{verifier}_rewards/mean": MetricInfo("mean", "", "one verifier's score, over the samples it scored"),
+    "{verifier}_rewards/{status}": MetricInfo("sum", "samples", "one verifier's calls that ended so: ok, timeout, …"),
     "reward/source/{source}": MetricInfo("mean", "", "weighted reward, over one data source's scored samples"),
-    "reward/failed/{verifier}": MetricInfo("sum", "samples", "a verifier's timeouts, crashes and errors"),
+    "reward_status/{status}": MetricInfo("sum", "samples", "all verifiers' calls that ended so"),
+    "reward_failed_samples": MetricInfo("sum", "samples", "samples without a reward, left out of training"),
     "reward/zero_variance_groups": MetricInfo("mean", "", "share of prompts whose samples all got the same reward"),
     "response_length/mean": MetricInfo("mean", "tokens", "over samples"),
     "response_length/max": MetricInfo("max", "tokens", "over samples"),
     "response_length/min": MetricInfo("min", "tokens", "over samples"),
+    "response_length/total": MetricInfo("sum", "tokens", "over samples"),
     "response_length/clip_fraction": MetricInfo("mean", "", "share of samples cut off at max_tokens"),
     "prompt_length/mean": MetricInfo("mean", "tokens", "over samples"),
     "prompt_length/max": MetricInfo("max", "tokens", "over samples"),
     "prompt_length/min": MetricInfo("min", "tokens", "over samples"),
+    "prompt_length/total": MetricInfo("sum", "tokens", "over samples, a prompt once for each of its responses"),
     "actor/loss": MetricInfo("mean", "", "whole loss, by loss_agg_mode over tokens or sequences"),
     "actor/pg_loss": MetricInfo("mean", "", "policy loss with its sign, by loss_agg_mode", "actor/policy_loss"),
     "actor/kl": MetricInfo("mean", "nat", "KL to the reference by kl_penalty's estimator", "actor/kl_loss"),
@@ -91,9 +93,5 @@ def describe(name: str) -> MetricInfo | None:
 
 def with_aliases(metrics: Mapping[str, float]) -> dict[str, float]:
     """The metrics, and again under MindSpeed RL's names where those differ."""
-    result = dict(metrics)
-    for name, value in metrics.items():
-        for pattern, info in _PATTERNS:
-            if info.alias and (match := pattern.fullmatch(name)):
-                result[info.alias.format(**match.groupdict())] = value
-    return result
+    aliases = {info.alias: metrics[name] for name, info in METRICS.items() if info.alias and name in metrics}
+    return {**metrics, **aliases}

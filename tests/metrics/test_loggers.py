@@ -28,6 +28,11 @@ METRICS = {"reward/mean": 0.5, "actor/pg_loss": -0.25, "timing/all": 1.5, "throu
 SAMPLES = [{"prompt": "1+[b]=", "response": "2 [/x] ü", "reward": 1.0}]
 
 
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
 def test_console_prints_plain_lines_where_there_is_no_terminal():
     file = io.StringIO()
     logger = ConsoleLogger(10, file)
@@ -35,16 +40,12 @@ def test_console_prints_plain_lines_where_there_is_no_terminal():
     logger.log_samples(3, SAMPLES)
     logger.close()
     assert file.getvalue() == (
-        "step 3/10  reward 0.500  pg_loss -0.2500  s/step 1.50  tok/s/dev 1234\n"
+        "step 3/10  reward 0.500  s/step 1.50  tok/s/dev 1234  pg_loss -0.2500\n"
         "step 3 sample 0  prompt: '1+[b]='  response: '2 [/x] ü'  reward: 1.0\n"
     )
 
 
 def test_console_prints_rows_and_a_bar_on_a_terminal():
-    class Terminal(io.StringIO):
-        def isatty(self):
-            return True
-
     file = Terminal()
     logger = ConsoleLogger(2, file)
     for step in (1, 2):
@@ -56,6 +57,17 @@ def test_console_prints_rows_and_a_bar_on_a_terminal():
     assert text.count("-0.2500") == 2
     assert "2/2" in text
     assert "1+[b]=" in text
+
+
+def test_console_shows_the_columns_that_fit(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "40")
+    monkeypatch.setenv("TERM", "xterm")
+    file = Terminal()
+    logger = ConsoleLogger(1, file)
+    logger.log(1, METRICS)
+    logger.close()
+    assert "1234" in file.getvalue()
+    assert "pg_loss" not in file.getvalue()
 
 
 def test_console_on_a_real_pseudo_terminal(tmp_path):
