@@ -82,16 +82,16 @@ def hf_to_mcore(load: Path, save: Path, tensor_parallel: int = 1, pipeline_paral
     check_hf_names(model, reader.names)
     layout = Layout.even(model, tensor_parallel, pipeline_parallel)
     with new_folder(save) as root:
-        store = CheckpointStore(root)
-        store.begin(0, load)
-        for rank in range(layout.world_size):
+        store = CheckpointStore(root, load, model, layout)
+        store.begin(0)
+        for rank in range(layout.world):
             tp_rank, pp_rank, _ = layout.coordinates(rank)
             weights = {
                 name: parameter.load_shard(reader, tp_rank, tensor_parallel)
                 for name, parameter in layout.held(model, pp_rank).items()
             }
             store.write_rank(0, rank, {"model": weights})
-        store.commit(0, {"model": model.model_dump(), "layout": layout.to_dict(), "weights_only": True})
+        store.commit(0, {"weights_only": True})
 
 
 def mcore_to_hf(load: Path, save: Path) -> None:
@@ -103,15 +103,16 @@ def mcore_to_hf(load: Path, save: Path) -> None:
     if not is_checkpoint(load):
         raise CheckpointError(f"{load} is neither a checkpoint nor a folder of checkpoints of this trainer")
     reader = open_checkpoint(load)
-    if "model" not in reader.trainer or reader.hf_folder is None:
+    if reader.model is None or reader.hf_folder is None:
         raise CheckpointError(f"{reader.path} does not carry the model's shape and Hugging Face files")
-    write_hf(save, _hf_tensors(reader), reader.hf_folder)
+    sizes = reader.layout
+    layout = Layout.even(reader.model, sizes["tp"], sizes["pp"], sizes["dp"])
+    write_hf(save, _hf_tensors(reader, reader.model, layout), reader.hf_folder)
 
 
-def _hf_tensors(reader: CheckpointReader) -> Iterator[tuple[str, torch.Tensor]]:
-    model, layout = ModelConfig(**reader.trainer["model"]), Layout.from_dict(reader.layout)
-    for pp_rank in range(layout.pipeline_parallel):
-        ranks = [layout.rank(tp_rank, pp_rank) for tp_rank in range(layout.tensor_parallel)]
+def _hf_tensors(reader: CheckpointReader, model: ModelConfig, layout: Layout) -> Iterator[tuple[str, torch.Tensor]]:
+    for pp_rank in range(layout.pp):
+        ranks = [layout.rank(tp_rank, pp_rank) for tp_rank in range(layout.tp)]
         states = [reader.load_rank(rank, mmap=True)["model"] for rank in ranks]
         for name, parameter in layout.owned(model, pp_rank).items():
             for rank, state in zip(ranks, states, strict=True):

@@ -14,19 +14,19 @@ Only one run may write to a root; the root is on storage that all ranks share.
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import shutil
 from collections import OrderedDict
 from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
-from typing import IO, Any, BinaryIO, cast
+from typing import IO, Any, BinaryIO, Protocol, cast
 
 import torch
 
 from mindspeed_rl.checkpoint.files import copy_hf_files, fsync_path, read_json, write_file, write_json
 from mindspeed_rl.common.errors import CheckpointError
+from mindspeed_rl.config.model import ModelConfig
 
 FORMAT = 1
 MANIFEST, TRAINER, LATEST, HF_FOLDER = "manifest.json", "trainer.json", "latest", "hf"
@@ -36,18 +36,40 @@ VERSIONED_PACKAGES = ("mindspeed_rl", "torch", "megatron-core", "transformers", 
 PLAIN_TYPES = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device)
 
 
+class ParallelSizes(Protocol):
+    """What a checkpoint records of a parallel layout, and compares when it is loaded."""
+
+    @property
+    def world(self) -> int: ...
+    @property
+    def tp(self) -> int: ...
+    @property
+    def pp(self) -> int: ...
+    @property
+    def dp(self) -> int: ...
+
+
 class CheckpointStore:
-    """Writes the checkpoints of one run. The driver and every worker have one of their own for the same root."""
+    """Writes the checkpoints of one run. The driver and every worker have one of their own for the same root.
 
-    def __init__(self, root: str | Path):
-        self.root = Path(root)
+    Args:
+        root: folder of the checkpoints.
+        hf_folder: Hugging Face folder whose config.json and tokenizer files each checkpoint is to carry.
+        model: shape of the model, recorded for readers.
+        layout: layout of the ranks that write. The driver's store needs it, a worker's store needs only `root`.
+    """
 
-    def begin(self, iteration: int, hf_folder: str | Path | None = None) -> None:
-        """Driver: make room for a checkpoint. Remains of a run that was stopped while saving are removed.
+    def __init__(
+        self,
+        root: str | Path,
+        hf_folder: str | Path | None = None,
+        model: ModelConfig | None = None,
+        layout: ParallelSizes | None = None,
+    ):
+        self.root, self.hf_folder, self.model, self.layout = Path(root), hf_folder, model, layout
 
-        Args:
-            hf_folder: Hugging Face folder whose config.json and tokenizer files the checkpoint is to carry.
-        """
+    def begin(self, iteration: int) -> None:
+        """Driver: make room for a checkpoint. Remains of a run that was stopped while saving are removed."""
         self.root.mkdir(parents=True, exist_ok=True)
         for stale in self.root.glob(".tmp-*"):
             shutil.rmtree(stale) if stale.is_dir() else stale.unlink()
@@ -56,9 +78,9 @@ class CheckpointStore:
             shutil.rmtree(retired) if replacement.exists() else os.replace(retired, replacement)
         pending = self._pending(iteration)
         pending.mkdir()
-        if hf_folder is not None:
+        if self.hf_folder is not None:
             (pending / HF_FOLDER).mkdir()
-            copy_hf_files(Path(hf_folder), pending / HF_FOLDER)
+            copy_hf_files(Path(self.hf_folder), pending / HF_FOLDER)
             fsync_path(pending / HF_FOLDER)
 
     def write_rank(self, iteration: int, rank: int, state: Mapping[str, Any]) -> None:
@@ -85,8 +107,7 @@ class CheckpointStore:
         """Driver: make the checkpoint visible once all ranks have written.
 
         Args:
-            trainer_state: JSON values (string keys); `layout` in it, a dict with `world_size`, is what `load_rank`
-                compares with the reader's layout.
+            trainer_state: JSON values (string keys). Model, layout and versions are added to it.
 
         Returns:
             The checkpoint's folder.
@@ -94,13 +115,18 @@ class CheckpointStore:
         Raises:
             CheckpointError: ranks have not written; lists them.
         """
+        assert self.layout is not None, "the driver's store knows the layout"
         pending, target = self._pending(iteration), self.root / _name(iteration)
-        ranks = [_rank_file(rank) for rank in range(trainer_state["layout"]["world_size"])]
+        ranks = [_rank_file(rank) for rank in range(self.layout.world)]
         missing = [file for file in ranks if not (pending / file).with_suffix(".json").is_file()]
         if missing:
             raise CheckpointError(f"checkpoint {iteration} cannot be completed: {', '.join(missing)} not written")
-        trainer = {"format": FORMAT, "iteration": iteration, "versions": _versions(), **trainer_state}
-        write_json(pending / TRAINER, trainer)
+        described = {
+            "model": self.model.model_dump() if self.model else None,
+            "layout": _sizes(self.layout),
+            "versions": _versions(),
+        }
+        write_json(pending / TRAINER, {"iteration": iteration, **trainer_state, **described})
         files = {file: read_json((pending / file).with_suffix(".json")) for file in ranks}
         for path in [pending / TRAINER, *sorted((pending / HF_FOLDER).glob("*"))]:
             files[str(path.relative_to(pending))] = _file_record(path)
@@ -136,12 +162,29 @@ class CheckpointStore:
                 return path
         raise CheckpointError(f"{pointer} names {target.name}, which does not exist")
 
+    @staticmethod
+    def find(path: str | Path) -> Path:
+        """Folder of a checkpoint: `path` itself, or the newest one if `path` is a root of checkpoints.
+
+        Raises:
+            CheckpointError: `path` is neither.
+        """
+        if not is_checkpoint(path):
+            what = "holds no complete checkpoint" if Path(path).is_dir() else "does not exist"
+            raise CheckpointError(f"checkpoint {path} {what}")
+        return CheckpointStore(path).latest() or Path(path)
+
+    @staticmethod
+    def load_trainer(path: str | Path) -> dict[str, Any]:
+        """Driver: what `commit` was given, after checking that the checkpoint is complete."""
+        return open_checkpoint(path).trainer
+
     def _pending(self, iteration: int) -> Path:
         return self.root / f".tmp-{_name(iteration)}"
 
 
 class CheckpointReader:
-    """A complete checkpoint: `trainer` state now, rank states on demand.
+    """A complete checkpoint's folder: `trainer` state now, rank states on demand.
 
     Raises:
         CheckpointError: it does not exist, was never completed, or a file of it is missing, truncated or corrupt.
@@ -165,9 +208,14 @@ class CheckpointReader:
         self.trainer: dict[str, Any] = read_json(self.path / TRAINER)
 
     @property
-    def layout(self) -> dict[str, Any]:
-        """The layout that wrote the checkpoint."""
+    def layout(self) -> dict[str, int]:
+        """The layout that wrote the checkpoint: the sizes `world`, `tp`, `pp` and `dp`."""
         return self.trainer["layout"]
+
+    @property
+    def model(self) -> ModelConfig | None:
+        """Shape of the model, if the writer recorded it."""
+        return ModelConfig(**self.trainer["model"]) if self.trainer["model"] else None
 
     @property
     def hf_folder(self) -> Path | None:
@@ -175,7 +223,7 @@ class CheckpointReader:
         folder = self.path / HF_FOLDER
         return folder if folder.is_dir() else None
 
-    def load_rank(self, rank: int, layout: Mapping[str, Any] | None = None, mmap: bool = False) -> dict[str, Any]:
+    def load_rank(self, rank: int, layout: ParallelSizes | None = None, mmap: bool = False) -> dict[str, Any]:
         """A rank's state, on the CPU, after checking its file's content.
 
         Args:
@@ -185,9 +233,9 @@ class CheckpointReader:
         Raises:
             CheckpointError: another layout wrote the checkpoint (names both), or the file is corrupt.
         """
-        if layout is not None and json.loads(json.dumps(layout)) != self.layout:
+        if layout is not None and _sizes(layout) != self.layout:
             raise CheckpointError(
-                f"{self.path} was written by layout {self.layout} and cannot be loaded into layout {dict(layout)}: "
+                f"{self.path} was written by layout {self.layout} and cannot be loaded into layout {_sizes(layout)}: "
                 "use the same layout, or convert the weights to a Hugging Face folder and load that"
             )
         name = _rank_file(rank)
@@ -222,15 +270,10 @@ def open_checkpoint(path: str | Path) -> CheckpointReader:
     Raises:
         CheckpointError: see `CheckpointReader`.
     """
-    return CheckpointReader(CheckpointStore(path).latest() or path)
+    return CheckpointReader(CheckpointStore.find(path))
 
 
-def load_trainer(path: str | Path) -> dict[str, Any]:
-    """Driver: the trainer state of `open_checkpoint(path)`."""
-    return open_checkpoint(path).trainer
-
-
-def load_rank(path: str | Path, rank: int, layout: Mapping[str, Any]) -> dict[str, Any]:
+def load_rank(path: str | Path, rank: int, layout: ParallelSizes) -> dict[str, Any]:
     """Worker: a rank's state of `open_checkpoint(path)`."""
     return open_checkpoint(path).load_rank(rank, layout)
 
@@ -245,6 +288,10 @@ def _rank_file(rank: int) -> str:
 
 def _retired(target: Path) -> Path:
     return target.with_name(f"{RETIRED}{target.name}")
+
+
+def _sizes(layout: ParallelSizes) -> dict[str, int]:
+    return {name: getattr(layout, name) for name in ("world", "tp", "pp", "dp")}
 
 
 def _versions() -> dict[str, str]:

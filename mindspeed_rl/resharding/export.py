@@ -79,14 +79,14 @@ def plan_export(
         CheckpointError: a parameter of this stage is missing or has another shape than the model says.
     """
     layout = topology.layout
-    tp_size = layout.tensor_parallel
+    tp_size = layout.tp
     dtypes = _local_dtypes(local_params, layout.owned(model, topology.pp_rank), tp_size)
     stage_dtypes = [dtypes]
     if topology.pp_group is not None:
         stage_dtypes = [{} for _ in layout.stages]
         dist.all_gather_object(stage_dtypes, dtypes, group=topology.pp_group)
     buckets: list[Bucket] = []
-    for stage in range(layout.pipeline_parallel):
+    for stage in range(layout.pp):
         slots: list[Slot] = []
         offset = 0
         for name, parameter in layout.owned(model, stage).items():
@@ -160,7 +160,7 @@ def _exchange(bucket: Bucket, local_params: Mapping[str, torch.Tensor], topology
         dist.broadcast(mine, source, group=topology.pp_group)
     if topology.tp_group is None:
         return [mine]
-    tp_size = topology.layout.tensor_parallel
+    tp_size = topology.layout.tp
     gathered = torch.empty(tp_size * bucket.nbytes, dtype=torch.uint8, device=device)
     dist.all_gather_into_tensor(gathered, mine, group=topology.tp_group)
     return list(gathered.chunk(tp_size))

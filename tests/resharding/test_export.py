@@ -51,7 +51,7 @@ def shards_of(weights, model, layout, tp_rank, pp_rank):
             parameter.shard(
                 parameter.from_hf([weights[hf_name] for hf_name in parameter.hf_names]),
                 tp_rank,
-                layout.tensor_parallel,
+                layout.tp,
             )
         )
         for name, parameter in layout.held(model, pp_rank).items()
@@ -61,14 +61,14 @@ def shards_of(weights, model, layout, tp_rank, pp_rank):
 def topology_of(layout, rank):
     tp_rank, pp_rank, _ = layout.coordinates(rank)
     tp_group = pp_group = None
-    if layout.tensor_parallel > 1:
-        for stage in range(layout.pipeline_parallel):
-            ranks = [layout.rank(other, stage) for other in range(layout.tensor_parallel)]
+    if layout.tp > 1:
+        for stage in range(layout.pp):
+            ranks = [layout.rank(other, stage) for other in range(layout.tp)]
             group = dist.new_group(ranks)
             tp_group = group if rank in ranks else tp_group
-    if layout.pipeline_parallel > 1:
-        for other in range(layout.tensor_parallel):
-            ranks = [layout.rank(other, stage) for stage in range(layout.pipeline_parallel)]
+    if layout.pp > 1:
+        for other in range(layout.tp):
+            ranks = [layout.rank(other, stage) for stage in range(layout.pp)]
             group = dist.new_group(ranks)
             pp_group = group if rank in ranks else pp_group
     return Topology(layout, tp_rank, pp_rank, tp_group, pp_group)
@@ -76,7 +76,7 @@ def topology_of(layout, rank):
 
 def export_and_compare(rank, layout, models, rendezvous):
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=layout.world_size)
+    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=layout.world)
     topology = topology_of(layout, rank)
     calls = []
     gather, broadcast = dist.all_gather_into_tensor, dist.broadcast
@@ -96,8 +96,8 @@ def export_and_compare(rank, layout, models, rendezvous):
                 assert not tensor.requires_grad
                 assert torch.equal(tensor, weights[name]), name
             assert names == [name for parameter in parameter_table(model) for name in parameter.hf_names]
-        assert calls.count("gather") == (2 * len(plan) if layout.tensor_parallel > 1 else 0)
-        assert calls.count("broadcast") == (2 * len(plan) if layout.pipeline_parallel > 1 else 0)
+        assert calls.count("gather") == (2 * len(plan) if layout.tp > 1 else 0)
+        assert calls.count("broadcast") == (2 * len(plan) if layout.pp > 1 else 0)
     dist.destroy_process_group()
 
 
@@ -112,7 +112,7 @@ def export_and_compare(rank, layout, models, rendezvous):
 )
 def test_every_rank_gets_every_tensor_bit_for_bit(layout, tmp_path):
     models = [tiny_model(), tiny_model(untie_embeddings_and_output_weights=False, vocab_size=46)]
-    mp.spawn(export_and_compare, (layout, models, tmp_path / "rendezvous"), nprocs=layout.world_size)
+    mp.spawn(export_and_compare, (layout, models, tmp_path / "rendezvous"), nprocs=layout.world)
 
 
 def test_one_rank_copies_no_more_than_the_layout_needs():
