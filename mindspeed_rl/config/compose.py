@@ -65,11 +65,12 @@ def compose_yaml(config_name: str, overrides: Sequence[str] = (), config_dir: st
     """
     folders = _search_folders(config_dir)
     name = config_name.removesuffix(".yaml")
-    if not any((folder / f"{name}.yaml").is_file() for folder in folders):
+    home = next((folder for folder in folders if (folder / f"{name}.yaml").is_file()), None)
+    if home is None:
         raise ConfigError([_unknown_name(name, folders)])
-    search_path = ",".join(f"'file://{folder}'" for folder in folders[1:])
+    search_path = ",".join(f"'file://{folder}'" for folder in folders if folder != home)
     try:
-        with initialize_config_dir(config_dir=str(folders[0]), version_base="1.3"):
+        with initialize_config_dir(config_dir=str(home), version_base="1.3"):
             overrides = _parse_overrides(overrides, folders)
             composed = compose(name, [*overrides, f"hydra.searchpath=[{search_path}]"])
         for override in overrides:
@@ -145,9 +146,8 @@ def _parse_overrides(overrides: Sequence[str], folders: Sequence[Path]) -> list[
             violations.append(Violation(key, value, f"cannot parse the override: {reason}", hint))
             continue
         if override.is_sweep_override():
-            value = override.get_value_element_as_str()
-            hint = "write [a,b] for a list"
-            violations.append(Violation(override.key_or_group, value, "is a choice of values, not one value", hint))
+            message, hint = "is a choice of values, not one value", "write [a,b] for a list"
+            violations.append(Violation(override.key_or_group, text.partition("=")[2], message, hint))
             continue
         is_group = any((folder / override.key_or_group).is_dir() for folder in folders)
         parsed.append(f"++{text}" if _is_plain(override) and not is_group else text)

@@ -71,12 +71,12 @@ def checkpoint_model(cfg: Config) -> ModelConfig | None:
     if file is None:
         return None
     try:
-        return ModelConfig.from_hf(json.loads(file.read_text(encoding="utf-8")))
-    except KeyError as error:
-        reason = f"{file} lacks the key {error}"
-    except (ValueError, TypeError, AttributeError) as error:  # not JSON, or values of a wrong type
-        reason = f"{file}: {error}"
-    raise ConfigError([Violation(actor_path(cfg, "load"), cfg.actor.load, reason)])
+        content = json.loads(file.read_text(encoding="utf-8"))
+        if not isinstance(content, dict):
+            raise TypeError(f"holds a {type(content).__name__}, not an object")
+        return ModelConfig.from_hf(content)
+    except (ValueError, TypeError) as error:  # not JSON, not supported, or values of a wrong type
+        raise ConfigError([Violation(actor_path(cfg, "load"), cfg.actor.load, f"{file}: {error}")]) from error
 
 
 def _config_json(load: str) -> Path | None:

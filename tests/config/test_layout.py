@@ -1,0 +1,168 @@
+"""Layout arithmetic against definitions, exhaustively for small worlds; the memory estimate against sums by hand."""
+
+import itertools
+
+import pytest
+
+from mindspeed_rl.config.compose import load_config
+from mindspeed_rl.config.layout import Layout, derive_layout
+from mindspeed_rl.config.memory import (
+    FLOAT32,
+    activation_bytes,
+    estimate_memory,
+    kv_bytes_per_token,
+    logit_bytes,
+    stage_parameters,
+)
+from mindspeed_rl.config.rules import resolve_model
+
+
+def make_layout(tp: int, pp: int, dp: int, infer_tp: int) -> Layout:
+    world = tp * pp * dp
+    return Layout(
+        world=world,
+        tp=tp,
+        pp=pp,
+        dp=dp,
+        infer_tp=infer_tp,
+        rollout_replicas=world // infer_tp,
+        prompts_per_iteration=8,
+        samples_per_prompt=4,
+        prompts_per_mini_batch=4,
+        micro_batch_size=3,
+        epochs=2,
+        train_iters=5,
+    )
+
+
+SMALL = [
+    make_layout(tp, pp, dp, infer_tp)
+    for tp, pp, dp in itertools.product((1, 2, 3, 4), repeat=3)
+    for infer_tp in range(1, tp * pp * dp + 1)
+    if tp * pp * dp <= 16 and tp * pp * dp % infer_tp == 0
+]
+
+
+@pytest.mark.parametrize("layout", SMALL, ids=lambda x: f"tp{x.tp}-pp{x.pp}-dp{x.dp}-infer{x.infer_tp}")
+def test_every_small_layout(layout):
+    ranks = range(layout.world)
+    places = list(itertools.product(range(layout.pp), range(layout.dp), range(layout.tp)))  # tp runs fastest
+    assert [(layout.pp_rank(r), layout.dp_rank(r), layout.tp_rank(r)) for r in ranks] == places
+
+    replicas = [set(replica) for replica in layout.model_replicas()]
+    assert replicas == [{r for r in ranks if layout.dp_rank(r) == d} for d in range(layout.dp)]
+    engines = [set(ranks[i : i + layout.infer_tp]) for i in ranks[:: layout.infer_tp]]
+    assert [{r for r in ranks if layout.rollout_replica(r) == e} for e in range(layout.rollout_replicas)] == engines
+
+    # cells by another way: join overlapping groups until none overlap
+    expected = [*replicas, *engines]
+    while pair := next(((a, b) for a, b in itertools.combinations(expected, 2) if a & b), None):
+        expected = [group for group in expected if group not in pair] + [pair[0] | pair[1]]
+    assert layout.cells() == sorted(tuple(sorted(group)) for group in expected)
+
+
+def test_cells_of_layouts_one_meets():
+    assert make_layout(tp=4, pp=1, dp=2, infer_tp=4).cells() == [(0, 1, 2, 3), (4, 5, 6, 7)]
+    assert make_layout(tp=2, pp=1, dp=2, infer_tp=1).cells() == [(0, 1), (2, 3)]
+    assert make_layout(tp=1, pp=1, dp=4, infer_tp=2).cells() == [(0, 1), (2, 3)]
+    assert make_layout(tp=1, pp=2, dp=2, infer_tp=2).cells() == [(0, 1, 2, 3)]
+
+
+def test_batch_arithmetic():
+    layout = make_layout(tp=1, pp=1, dp=2, infer_tp=1)
+    assert layout.sequences_per_iteration == 32
+    assert layout.mini_batches == 2
+    assert layout.optimizer_steps_per_iteration == 4
+    assert layout.total_optimizer_steps == 20
+    assert layout.sequences_per_mini_batch_per_rank == 8
+    assert layout.micro_batches == 3  # of 3, 3 and 2 sequences
+
+
+def test_layout_of_the_7b_run():
+    cfg, _ = load_config("grpo_trainer_qwen25_7b")
+    layout = derive_layout(cfg)
+    assert (layout.world, layout.tp, layout.pp, layout.dp) == (8, 4, 1, 2)
+    assert (layout.infer_tp, layout.rollout_replicas) == (4, 2)
+    assert layout.sequences_per_iteration == cfg.actor.global_batch_size * cfg.rl_config.n_samples_per_prompt
+
+
+def loaded(name: str, *overrides: str):
+    cfg, _ = load_config(name, overrides)
+    return cfg, resolve_model(cfg), derive_layout(cfg)
+
+
+def test_memory_of_the_tiny_model_on_one_device():
+    cfg, model, layout = loaded("grpo_trainer_tiny_cpu", "rl_config.actor_resource.num_npus=1")
+    memory, count = estimate_memory(cfg, model, layout), model.num_parameters
+    assert stage_parameters(model, layout) == count
+    assert (memory.weights, memory.gradients, memory.optimizer) == (4 * count, 4 * count, 8 * count)
+    assert memory.reference == (4 * count if cfg.rl_config.init_kl_coef else 0)
+    assert memory.rollout_weights == 4 * count
+    assert memory.kv_per_token == 2 * 2 * 2 * 16 * FLOAT32  # keys and values, layers, groups, head size
+    assert memory.training_kept == memory.weights + memory.gradients + memory.optimizer
+
+
+def test_memory_is_divided_by_the_layout():
+    cfg, model, layout = loaded("grpo_trainer_qwen25_7b")
+    memory, parameters = estimate_memory(cfg, model, layout), model.num_parameters // 4
+    assert stage_parameters(model, layout) == pytest.approx(parameters, rel=1e-3)
+    assert memory.weights == pytest.approx(2 * parameters, rel=1e-3)
+    assert memory.gradients == pytest.approx(4 * parameters, rel=1e-3)
+    assert memory.optimizer == pytest.approx(12 * parameters / 2, rel=1e-3)
+    assert memory.training_kept == 0  # everything is offloaded
+    assert memory.kv_per_token == 2 * 28 * 1 * 128 * 2  # one of 4 groups on each of 4 ranks
+
+
+def test_every_offload_switch_moves_its_own_share():
+    cfg, model, layout = loaded("grpo_trainer_qwen25_7b")
+    full = estimate_memory(cfg, model, layout)
+    shares = {
+        "offload_train_param": full.weights,
+        "offload_train_grad": full.gradients,
+        "offload_train_optimizer": full.optimizer,
+        "offload_reference": full.reference,
+    }
+    for switch, share in shares.items():
+        cfg, *_ = loaded("grpo_trainer_qwen25_7b", f"generate_config.{switch}=false")
+        assert estimate_memory(cfg, model, layout).training_kept == share
+
+
+def test_replicated_key_value_heads_are_counted():
+    cfg, model, _ = loaded("grpo_trainer_tiny_cpu", "generate_config.infer_tensor_parallel_size=1")
+    alone = kv_bytes_per_token(cfg, model)
+    sizes = {}
+    for infer_tp in (2, 4):
+        cfg, _ = load_config(
+            "grpo_trainer_tiny_cpu",
+            ["rl_config.actor_resource.num_npus=4", f"generate_config.infer_tensor_parallel_size={infer_tp}"],
+        )
+        sizes[infer_tp] = kv_bytes_per_token(cfg, model)
+    assert sizes == {2: alone // 2, 4: alone // 2}  # two groups: four ranks hold each twice
+
+
+def test_recomputation_and_sequence_parallel_save_activations():
+    def size(*overrides: str) -> int:
+        return activation_bytes(*loaded("grpo_trainer_qwen25_7b", *(f"megatron_training.{o}" for o in overrides)))
+
+    none = size("recompute_granularity=null", "recompute_method=null", "recompute_num_layers=null")
+    block = size("recompute_method=block", "recompute_num_layers=14")
+    all_layers = size("recompute_method=block", "recompute_num_layers=28")
+    uniform = size("recompute_method=uniform", "recompute_num_layers=1")
+    assert none > block > all_layers == uniform
+    assert size("sequence_parallel=false") > size("sequence_parallel=true")
+    # one layer redone, and the input of 28 layers: 2 sequences of 4096 tokens in bfloat16, TP 4, sequence parallel
+    hidden, heads, mlp = 3584 / 4, (2 * 28 + 2 * 4) * 128 / 4, 3 * 18944 / 4
+    assert uniform == pytest.approx(2 * 4096 * 2 * (28 * hidden + 4 * hidden + heads + mlp))
+
+
+def test_logits_are_counted_twice_in_float32():
+    cfg, model, layout = loaded("grpo_trainer_qwen25_7b")
+    assert logit_bytes(cfg, model, layout) == 2 * 4 * (2 * 4096) * 152064 // 4
+
+
+def test_pipeline_stages_share_layers_and_keep_embeddings_apart():
+    _, model, layout = loaded("grpo_trainer_qwen25_7b", "actor_config.pipeline_model_parallel_size=2")
+    embedding = 152064 * 3584
+    layers = model.num_parameters - 2 * embedding
+    assert stage_parameters(model, layout) == (layers // 2 + embedding) // 4
+    assert layout.dp == 1

@@ -1,0 +1,317 @@
+"""Every rule: an example that breaks it, and an error that names key path, value and a way out."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from mindspeed_rl.common.errors import ConfigError, Violation
+from mindspeed_rl.config.compose import load_config
+from mindspeed_rl.config.rules import RULES, check, resolve_model
+
+BASE = "grpo_trainer_qwen25_7b"  # 8 devices, TP 4, DP 2, rollout TP 4; 28 heads, 4 groups, 28 layers
+
+# rule -> (overrides, key path, value, part of the message, part of the suggestion)
+EXAMPLES = {
+    "required_paths": (
+        ["megatron_training.data_path=null"],
+        "megatron_training.data_path", None, "required", "jsonl or parquet",
+    ),
+    "model_is_known": (
+        ["actor_config.model=qwen25_70b"],
+        "actor_config.model", "qwen25_70b", "no such model preset", "did you mean qwen25_7b?",
+    ),
+    "resume_needs_save": (
+        ["actor_config.resume=auto", "actor_config.save=null"],
+        "actor_config.resume", "auto", "`save`, which is not set", "set actor_config.save",
+    ),
+    "world_holds_training_layout": (
+        ["rl_config.actor_resource.num_npus=6", "generate_config.infer_tensor_parallel_size=1"],
+        "rl_config.actor_resource.num_npus", 6, "TP x PP = 4 x 1", "4 or 8",
+    ),
+    "world_holds_rollout_layout": (
+        ["generate_config.infer_tensor_parallel_size=7"],
+        "generate_config.infer_tensor_parallel_size", 7, "num_npus = 8", "possible: 2, 4, 8",
+    ),
+    "training_tp_divides_model": (
+        ["actor_config.tensor_model_parallel_size=8"],
+        "actor_config.tensor_model_parallel_size", 8, "num_query_groups = 4", "possible: 1, 2, 4",
+    ),
+    "rollout_tp_divides_model": (
+        ["generate_config.infer_tensor_parallel_size=8"],
+        "generate_config.infer_tensor_parallel_size", 8, "num_attention_heads = 28", "possible:",
+    ),
+    "pp_divides_layers": (
+        ["actor_config.pipeline_model_parallel_size=3", "rl_config.actor_resource.num_npus=12"],
+        "actor_config.pipeline_model_parallel_size", 3, "num_layers = 28", "2, 4",
+    ),
+    "sequence_parallel_needs_tp": (
+        ["actor_config.tensor_model_parallel_size=1"],
+        "megatron_training.sequence_parallel", True, "needs tensor_model_parallel_size", "sequence_parallel: false",
+    ),
+    "mini_batches_fill_iteration": (
+        ["rl_config.mini_batch_size=48"],
+        "rl_config.mini_batch_size", 48, "megatron_training.global_batch_size = 64", "32",
+    ),
+    "mini_batch_fills_ranks": (
+        ["actor_config.global_batch_size=63", "rl_config.mini_batch_size=63", "rl_config.n_samples_per_prompt=3"],
+        "rl_config.mini_batch_size", 63, "189 sequences", "multiple of 2",
+    ),
+    "sequence_fits_rollout": (
+        ["generate_config.max_model_len=4095"],
+        "generate_config.max_model_len", 4095, "max_prompt_length = 1024", "4096",
+    ),
+    "sequence_fits_training": (
+        ["megatron_training.seq_length=4000"],
+        "megatron_training.seq_length", 4000, "together 4096", "set it to 4096",
+    ),
+    "training_length_fits_model": (
+        ["megatron_training.seq_length=40000"],
+        "megatron_training.seq_length", 40000, "max_position_embeddings = 32768", "at most 32768",
+    ),
+    "rollout_length_fits_model": (
+        ["generate_config.max_model_len=40000"],
+        "generate_config.max_model_len", 40000, "max_position_embeddings = 32768", "at most 32768",
+    ),
+    "batched_tokens_hold_sequences": (
+        ["generate_config.max_num_batched_tokens=100"],
+        "generate_config.max_num_batched_tokens", 100, "max_num_seqs = 256", "at least 256",
+    ),
+    "temperature_is_positive": (
+        ["generate_config.sampling_config.temperature=0"],
+        "generate_config.sampling_config.temperature", 0.0, "no distribution", "above 0",
+    ),
+    "system_prompt_needs_template": (
+        ["actor_config.system_prompt='Be brief.'", "megatron_training.apply_chat_template=false"],
+        "actor_config.system_prompt", "Be brief.", "apply_chat_template = False", "apply_chat_template: true",
+    ),
+    "recompute_keys_agree": (
+        ["megatron_training.recompute_granularity=selective", "megatron_training.recompute_num_layers=null"],
+        "megatron_training.recompute_method", "block", "which is 'selective'", "recompute_granularity: full",
+    ),
+    "recompute_layers_exist": (
+        ["megatron_training.recompute_num_layers=29"],
+        "megatron_training.recompute_num_layers", 29, "only 28", "at most 28",
+    ),
+    "min_lr_below_lr": (
+        ["actor_config.min_lr=2e-6"],
+        "actor_config.min_lr", 2e-6, "actor_config.lr = 1e-06", "lower it",
+    ),
+    "discount_is_used": (
+        ["rl_config.gamma=0.9"],
+        "rl_config.gamma", 0.9, "adv_estimator = 'group_norm'", "leave it at 1.0",
+    ),
+    "kl_controller_keys_are_used": (
+        ["rl_config.kl_target=0.05"],
+        "rl_config.kl_target", 0.05, "kl_ctrl_type = 'fixed'", "kl_ctrl_type: adaptive",
+    ),
+    "adaptive_kl_starts_above_zero": (
+        ["rl_config.kl_ctrl_type=adaptive", "rl_config.init_kl_coef=0"],
+        "rl_config.init_kl_coef", 0.0, "0 stays 0", "positive",
+    ),
+    "verifiers_are_known": (
+        ["rl_config.verifier_function=[math_verify,strict_fromat]"],
+        "rl_config.verifier_function.1", "strict_fromat", "no such verifier", "did you mean strict_format?",
+    ),
+    "verifiers_are_given_once": (
+        ["rl_config.verifier_function=[acc,acc]"],
+        "rl_config.verifier_function", ["acc", "acc"], "twice", "sum of the weights",
+    ),
+    "one_weight_per_verifier": (
+        ["rl_config.verifier_weight=[1.0]"],
+        "rl_config.verifier_weight", [1.0], "1 weights for 2 verifiers", "[1.0, 1.0]",
+    ),
+    "custom_reward_is_complete": (
+        ["rl_config.verifier_function=[acc,custom]"],
+        "rl_config.custom_reward_function", None, "needs a file", "path: my_reward.py",
+    ),
+    "wandb_keys_are_used": (
+        ["rl_config.wandb_project=math"],
+        "rl_config.wandb_project", "math", "use_wandb = False", "use_wandb: true",
+    ),
+    "trackers_are_installed": (
+        ["rl_config.use_swanlab=true"],
+        "rl_config.use_swanlab", True, "swanlab is not installed", "mindspeed_rl[swanlab]",
+    ),
+    "cpu_computes_in_float32": (
+        ["device=cpu"],
+        "megatron_training.bf16", True, "float32 only", "bf16: false",
+    ),
+    "refuse_context_parallel_size": (
+        ["actor_config.context_parallel_size=2"],
+        "actor_config.context_parallel_size", 2, "not supported by this version", "set it to 1",
+    ),
+    "refuse_expert_model_parallel_size": (
+        ["actor_config.expert_model_parallel_size=2"],
+        "actor_config.expert_model_parallel_size", 2, "not supported by this version", "set it to 1",
+    ),
+    "refuse_infer_pipeline_parallel_size": (
+        ["generate_config.infer_pipeline_parallel_size=2"],
+        "generate_config.infer_pipeline_parallel_size", 2, "not supported by this version", "set it to 1",
+    ),
+    "refuse_infer_expert_parallel_size": (
+        ["generate_config.infer_expert_parallel_size=2"],
+        "generate_config.infer_expert_parallel_size", 2, "not supported by this version", "set it to 1",
+    ),
+    "refuse_enable_expert_parallel": (
+        ["generate_config.enable_expert_parallel=true"],
+        "generate_config.enable_expert_parallel", True, "not supported by this version", "set it to false",
+    ),
+    "refuse_torchair_graph": (
+        ["generate_config.torchair_graph=true"],
+        "generate_config.torchair_graph", True, "DeepSeek-V3", "set it to false",
+    ),
+    "refuse_num_scheduler_steps": (
+        ["generate_config.num_scheduler_steps=8"],
+        "generate_config.num_scheduler_steps", 8, "V1 engine", "set it to 1",
+    ),
+    "refuse_use_integrated_worker": (
+        ["rl_config.use_integrated_worker=false"],
+        "rl_config.use_integrated_worker", False, "not supported by this version", "set it to true",
+    ),
+    "refuse_rule_reward": (
+        ["rl_config.rule_reward=false"],
+        "rl_config.rule_reward", False, "reward models are not built", "set it to true",
+    ),
+}  # fmt: skip
+
+
+def violations_of(*overrides: str, name: str = BASE) -> list[Violation]:
+    with pytest.raises(ConfigError) as caught:
+        load_config(name, overrides)
+    return caught.value.violations
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
+def test_each_rule_has_an_example_that_breaks_it(rule, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)  # as on a machine without trackers
+    overrides, path, value, message, suggestion = EXAMPLES[rule.name]
+    found = violations_of(*overrides)
+    (violation,) = [v for v in found if v.path == path and message in v.message]
+    assert violation.value == value
+    assert suggestion in (violation.suggestion or "")
+    for part in (path, repr(value), message, suggestion):
+        assert part in str(violation)
+
+
+def test_examples_are_of_rules_that_exist():
+    assert set(EXAMPLES) == {rule.name for rule in RULES}
+
+
+def test_rules_read_the_keys_they_declare():
+    """A rule whose keys are declared broken is left out, so a wrong type never leads to a second complaint."""
+    cfg, _ = load_config(BASE)
+    everything = ["megatron_training", "rl_config", "generate_config", "device", "model"]
+    assert check(cfg, broken=everything) == []
+    assert all(rule.keys for rule in RULES)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        # one response a prompt: the advantage is the reward itself
+        ["rl_config.n_samples_per_prompt=1"],
+        ["generate_config.infer_tensor_parallel_size=2"],
+        ["generate_config.dtype=float16"],
+        ["rl_config.wandb_project=''"],
+        ["rl_config.kl_ctrl_type=adaptive", "rl_config.kl_target=0.05"],
+        ["rl_config.lam=0.95", "rl_config.gamma=1.0"],
+        ["actor_config.resume=auto", "actor_config.finetune=true"],
+        ["rl_config.verifier_function=[acc,custom]", "+rl_config.custom_reward_function={path: reward.py}"],
+    ],
+    ids=lambda overrides: overrides[0],
+)
+def test_allowed(overrides):
+    load_config(BASE, overrides)
+
+
+def test_custom_reward_without_its_verifier_is_refused():
+    (violation,) = violations_of("rl_config.custom_reward_function={path: reward.py}")
+    assert violation.path == "rl_config.custom_reward_function"
+    assert "add custom" in violation.suggestion
+
+
+def test_rollout_tp_above_the_number_of_key_value_heads():
+    base = ["rl_config.actor_resource.num_npus=12", "rl_config.mini_batch_size=48", "rl_config.verifier_parallel=1"]
+    shape = ["model.qwen25_7b.num_attention_heads=48", "model.qwen25_7b.ffn_hidden_size=1536"]
+    common = [*base, *shape, "megatron_training.global_batch_size=48"]
+    load_config(BASE, [*common, "generate_config.infer_tensor_parallel_size=12"])  # each of 4 groups on 3 ranks
+    (violation,) = violations_of(*common, "generate_config.infer_tensor_parallel_size=6")
+    assert (violation.value, violation.suggestion) == (6, "possible: 4 or 8")
+
+
+HF = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "num_hidden_layers": 2,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 16,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+}
+
+
+def hf_folder(tmp_path: Path, **changes) -> str:
+    (tmp_path / "config.json").write_text(json.dumps({**HF, **changes}))
+    return str(tmp_path)
+
+
+def test_model_auto_reads_the_checkpoint(tmp_path):
+    overrides = [f"actor_config.load={hf_folder(tmp_path)}", "actor_config.model=auto"]
+    cfg, _ = load_config("grpo_trainer_tiny_cpu", overrides)
+    assert resolve_model(cfg) == cfg.model["tiny_qwen2"]
+
+
+def test_model_auto_reads_the_newest_checkpoint_of_a_run(tmp_path):
+    (tmp_path / "latest").write_text("iter_0000012\n")
+    folder = tmp_path / "iter_0000012" / "hf"
+    folder.mkdir(parents=True)
+    hf_folder(folder)
+    cfg, _ = load_config("grpo_trainer_tiny_cpu", [f"actor_config.load={tmp_path}", "actor_config.model=auto"])
+    assert resolve_model(cfg) == cfg.model["tiny_qwen2"]
+
+
+def test_preset_that_contradicts_the_checkpoint_names_both_values(tmp_path):
+    folder = hf_folder(tmp_path, num_hidden_layers=3, rope_theta=1e6)
+    found = violations_of(f"actor_config.load={folder}", name="grpo_trainer_tiny_cpu")
+    assert [(v.path, v.value) for v in found] == [
+        ("model.tiny_qwen2.num_layers", 2),
+        ("model.tiny_qwen2.rotary_base", 10000.0),
+    ]
+    assert "num_layers = 3" in found[0].message
+    assert "rotary_base = 1000000.0" in found[1].message
+
+
+def test_preset_may_allow_fewer_positions_than_the_checkpoint(tmp_path):
+    load_config("grpo_trainer_tiny_cpu", [f"actor_config.load={hf_folder(tmp_path, max_position_embeddings=128)}"])
+    (violation,) = violations_of(
+        f"actor_config.load={hf_folder(tmp_path, max_position_embeddings=32)}", name="grpo_trainer_tiny_cpu"
+    )
+    assert "max_position_embeddings = 32" in violation.message
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("{", "Expecting property name"),
+        ("[]", "holds a list"),
+        (json.dumps({**HF, "architectures": ["MambaForCausalLM"]}), "MambaForCausalLM"),
+        (json.dumps({**HF, "rope_scaling": {"rope_type": "yarn"}}), "yarn"),
+        (json.dumps({key: value for key, value in HF.items() if key != "vocab_size"}), "vocab_size"),
+    ],
+)
+def test_unreadable_config_json(tmp_path, text, reason):
+    (tmp_path / "config.json").write_text(text)
+    (violation,) = violations_of(f"actor_config.load={tmp_path}", name="grpo_trainer_tiny_cpu")
+    assert violation.path == "actor_config.load"
+    assert reason in violation.message
+
+
+def test_auto_without_checkpoint_names_the_way_out(tmp_path):
+    cfg, _ = load_config("grpo_trainer_tiny_cpu", ["actor_config.model=auto", "actor_config.load=nowhere"])
+    with pytest.raises(ConfigError, match="name a preset"):
+        resolve_model(cfg)
