@@ -162,5 +162,6 @@ def _exchange(bucket: Bucket, local_params: Mapping[str, torch.Tensor], topology
         return [mine]
     tp_size = topology.layout.tp
     gathered = torch.empty(tp_size * bucket.nbytes, dtype=torch.uint8, device=device)
-    dist.all_gather_into_tensor(gathered, mine, group=topology.tp_group)
+    all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
+    all_gather(gathered, mine, group=topology.tp_group)
     return list(gathered.chunk(tp_size))

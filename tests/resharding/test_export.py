@@ -79,8 +79,9 @@ def export_and_compare(rank, layout, models, rendezvous):
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=layout.world)
     topology = topology_of(layout, rank)
     calls = []
-    gather, broadcast = dist.all_gather_into_tensor, dist.broadcast
-    dist.all_gather_into_tensor = lambda *args, **kwargs: (calls.append("gather"), gather(*args, **kwargs))[1]
+    name = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+    gather, broadcast = getattr(dist, name), dist.broadcast
+    setattr(dist, name, lambda *args, **kwargs: (calls.append("gather"), gather(*args, **kwargs))[1])
     dist.broadcast = lambda *args, **kwargs: (calls.append("broadcast"), broadcast(*args, **kwargs))[1]
     for model in models:
         weights = full_weights(model)
