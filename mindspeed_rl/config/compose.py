@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import difflib
-import importlib.resources
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -106,8 +105,9 @@ def validate(raw: Any, *, files_exist: bool = False) -> Config:
 
 def _search_folders(config_dir: str | None) -> list[Path]:
     """Folders searched for configurations, first match wins."""
-    checkout = Path(mindspeed_rl.__file__).parent.parent / "configs"
-    ours = checkout if checkout.is_dir() else Path(str(importlib.resources.files("mindspeed_rl") / "_configs"))
+    package = Path(mindspeed_rl.__file__).parent
+    installed = package / "_configs"  # beside an installed package, `configs` could be anybody's
+    ours = installed if installed.is_dir() else package.parent / "configs"
     folders = [ours / "grpo", ours]
     if config_dir is not None:
         user = Path(config_dir).resolve()
@@ -149,6 +149,10 @@ def _parse_overrides(overrides: Sequence[str], folders: Sequence[Path]) -> list[
             message, hint = "is a choice of values, not one value", "write [a,b] for a list"
             violations.append(Violation(override.key_or_group, text.partition("=")[2], message, hint))
             continue
+        if override.is_hydra_override():
+            message, hint = "hydra's own settings have no effect here", "use --config-dir to add a search folder"
+            violations.append(Violation(override.key_or_group, text.partition("=")[2], message, hint))
+            continue
         is_group = any((folder / override.key_or_group).is_dir() for folder in folders)
         parsed.append(f"++{text}" if _is_plain(override) and not is_group else text)
     if violations:
@@ -157,7 +161,7 @@ def _parse_overrides(overrides: Sequence[str], folders: Sequence[Path]) -> list[
 
 
 def _is_plain(override: Override) -> bool:
-    return not (override.is_delete() or override.is_add() or override.is_force_add() or override.is_hydra_override())
+    return not (override.is_delete() or override.is_add() or override.is_force_add())
 
 
 def _drop_other_spelling(composed: DictConfig, key: str) -> None:

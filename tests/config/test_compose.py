@@ -1,6 +1,9 @@
 """Composition, overrides, and errors of types: all at once, with key path, value and suggestion."""
 
 import re
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -115,6 +118,17 @@ def test_a_users_preset(tmp_path):
     assert resolve_model(cfg).num_layers == 4
 
 
+def test_an_installed_package_reads_its_own_copy(tmp_path):
+    shutil.copytree(
+        CONFIGS.parent / "mindspeed_rl", tmp_path / "mindspeed_rl", ignore=shutil.ignore_patterns("*.pyc")
+    )
+    shutil.copytree(CONFIGS, tmp_path / "mindspeed_rl" / "_configs")
+    (tmp_path / "configs" / "grpo").mkdir(parents=True)  # of some other package in the same site-packages
+    script = "from mindspeed_rl.config.compose import load_config as l; print(l('grpo_trainer_tiny_cpu')[0].device)"
+    result = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert result.stdout == "cpu\n"
+
+
 def test_config_dir_that_is_no_folder():
     assert "is not a folder" in violations_of(config_dir="nowhere/at/all")["--config-dir"]
 
@@ -180,6 +194,7 @@ def test_devices_have_two_names(key, tmp_path):
         ("zzz=1", "zzz", ["unknown key", "docs/configuration.md"]),
         ("a b=1", "a b", ["cannot parse the override", "quotes"]),
         ("actor_config.lr=1e-5,1e-6", "actor_config.lr", ["choice of values", "[a,b]"]),
+        ("hydra.verbose=true", "hydra.verbose", ["no effect here"]),
         ("model=qwen25", "defaults", ["model/qwen25", "did you mean qwen25_"]),
         ("device=gpu", "device", ["'gpu'", "'cuda'", "did you mean npu?"]),
         ("rl_config.adv_estimator=groupnorm", "rl_config.adv_estimator", ["'groupnorm'", "did you mean group_norm?"]),
