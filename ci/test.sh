@@ -1,0 +1,37 @@
+#!/usr/bin/env bash
+# All checks: lint, format, types, layers, sizes, tests. Arguments go to pytest: `bash ci/test.sh -k dock -x`.
+# Every step runs even if one before it failed; the exit code is 1 if any failed. pytest comes last.
+set -uo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
+# shellcheck source=ci/setup_env.sh
+. ci/setup_env.sh || exit 1
+
+failed=()
+
+# step NAME COMMAND...: a line of summary; the output only of a step that failed
+step() {
+    local name=$1 output started=$SECONDS
+    shift
+    if output=$("$@" 2>&1 </dev/null); then
+        echo "ok      $name  ($((SECONDS - started)) s)  $(tail -n 1 <<<"$output")"
+    else
+        echo "FAILED  $name  ($((SECONDS - started)) s)"
+        echo "$output"
+        failed+=("$name")
+    fi
+}
+
+step lint ruff check .
+step format ruff format --check .
+step types mypy
+step layers python ci/check_layers.py
+step sizes python ci/check_size.py
+
+# said before the tests, so that pytest's closing line is the last one
+if [ ${#failed[@]} -gt 0 ]; then
+    echo "failed before the tests: ${failed[*]}"
+fi
+# one computing thread a process: the tests start several ranks at a time
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" TOKENIZERS_PARALLELISM=false
+python -m pytest "$@" </dev/null || failed+=(tests)
+[ ${#failed[@]} -eq 0 ]
