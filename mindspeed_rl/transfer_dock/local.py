@@ -1,0 +1,117 @@
+"""The TransferDock inside one process, for any number of threads: same state machine, no Ray."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from mindspeed_rl.common.errors import DockTimeout
+from mindspeed_rl.transfer_dock.payload import PayloadReader, pack
+from mindspeed_rl.transfer_dock.spec import DEFAULT_TIMEOUT, NOT_YET, Claim, DockSnapshot, DockSpec, NotYet
+from mindspeed_rl.transfer_dock.table import DockTable, as_rows
+
+
+class LocalTransferDock:
+    """`TransferDock` for one process; addresses are the payloads themselves. Methods: see `TransferDock`."""
+
+    def __init__(self, spec: DockSpec):
+        self.spec = spec
+        self._table = DockTable(spec)
+        self._changed = threading.Condition()
+        self._reader = PayloadReader(spec, resolve=lambda _, payloads: payloads)
+
+    def begin(
+        self,
+        iteration: int,
+        num_prompts: int,
+        n_samples: int,
+        block_rows: int,
+        orders: Mapping[str, Sequence[int]] | None = None,
+    ) -> None:
+        with self._changed:
+            self._table.begin(iteration, num_prompts, n_samples, block_rows, orders)
+
+    def put(
+        self,
+        iteration: int,
+        rows: Sequence[int],
+        columns: Mapping[str, Sequence[Any]],
+        timeout: float = DEFAULT_TIMEOUT,
+    ) -> None:
+        numbers = as_rows(rows)
+        payload, nbytes = pack(self.spec, numbers, columns)
+        with self._changed:
+            self._table.check_put(iteration, numbers, payload)
+            if not self._changed.wait_for(lambda: self._must_not_wait(iteration), timeout):
+                raise DockTimeout(self._table.describe_put_wait(iteration, nbytes, timeout))
+            self._table.put(iteration, numbers, list(payload), payload, nbytes)
+            self._notify()
+
+    def claim(
+        self, consumer: str, iteration: int, count: int, share: int = 0, timeout: float = DEFAULT_TIMEOUT
+    ) -> Claim | None:
+        start = time.monotonic()
+        with self._changed:
+            try:
+                while (claim := self._table.claim(consumer, iteration, count, share)) is NOT_YET:
+                    waited = time.monotonic() - start
+                    if waited >= timeout:
+                        raise DockTimeout(self._table.describe_wait(consumer, iteration, count, share, waited))
+                    expiry = self._table.next_expiry()
+                    until_expiry = timeout if expiry is None else max(0.0, expiry - time.monotonic())
+                    self._changed.wait(min(timeout - waited, until_expiry))
+                self._notify()  # others wait for this lease's end from now on
+            finally:
+                if consumer in self._table.wait_seconds:
+                    self._table.wait_seconds[consumer] += time.monotonic() - start
+            return claim
+
+    def try_claim(self, consumer: str, iteration: int, count: int, share: int = 0) -> Claim | NotYet | None:
+        with self._changed:
+            claim = self._table.claim(consumer, iteration, count, share)
+            self._notify()
+            return claim
+
+    def get(self, claim: Claim, columns: Sequence[str]) -> dict[str, Any]:
+        with self._changed:
+            if not self._table.is_alive(claim.iteration):
+                raise self._table.not_alive(claim.iteration)
+        return self._reader.get(claim, columns)
+
+    def ack(self, claim: Claim) -> None:
+        with self._changed:
+            self._table.ack(claim.iteration, claim.lease)
+            self._notify()
+
+    def release(self, claim: Claim) -> None:
+        with self._changed:
+            self._table.release(claim.iteration, claim.lease)
+            self._notify()
+
+    def clear(self, iteration: int) -> None:
+        with self._changed:
+            self._table.clear(iteration)
+            self._reader.forget(lambda number: number == iteration)
+            self._notify()
+
+    def snapshot(self) -> DockSnapshot:
+        with self._changed:
+            return DockSnapshot(*self._table.snapshot())
+
+    def restore(self, snapshot: DockSnapshot) -> None:
+        with self._changed:
+            self._table.restore(snapshot.state, snapshot.payloads)
+
+    def stats(self) -> dict[str, Any]:
+        with self._changed:
+            return self._table.stats()
+
+    def _notify(self) -> None:
+        self._table.take_woken()  # all waiting threads look for themselves
+        self._changed.notify_all()
+
+    def _must_not_wait(self, iteration: int) -> bool:
+        # Cleared while it waited: `put` says so.
+        return not self._table.is_alive(iteration) or not self._table.must_wait(iteration)

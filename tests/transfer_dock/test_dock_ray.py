@@ -1,0 +1,134 @@
+"""What only the dock over Ray has to show: processes, shared memory, deaths."""
+
+import os
+import pickle
+import signal
+import sys
+import time
+
+import pytest
+import ray
+import torch
+
+from mindspeed_rl.common.errors import DockError, DockTimeout
+from mindspeed_rl.transfer_dock.ray_dock import RayTransferDock
+from mindspeed_rl.transfer_dock.spec import ColumnSpec, ConsumerSpec, DockSpec
+
+ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import a test module
+LARGE = 4_000_000  # int64: 32 MB a row
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster():
+    torch.set_num_threads(1)
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=300 << 20)
+    yield
+    ray.shutdown()
+
+
+def make_dock(**limits):
+    spec = DockSpec({"tokens": ColumnSpec("int64")}, {"train": ConsumerSpec(("tokens",))}, True, **limits)
+    return RayTransferDock.create(spec, num_cpus=0)
+
+
+def private_bytes(pid):
+    """Memory of a process without what it shares with others."""
+    with open(f"/proc/{pid}/smaps_rollup") as file:
+        fields = {line.split()[0]: line.split()[1] for line in file if line.split()[-1] == "kB"}
+    return 1024 * (int(fields["Private_Clean:"]) + int(fields["Private_Dirty:"]))
+
+
+@ray.remote(num_cpus=0)
+class Worker:
+    def __init__(self, dock):
+        torch.set_num_threads(1)
+        self.dock, self.kept = dock, None
+
+    def pid(self):
+        return os.getpid()
+
+    def put(self, rows, length):
+        self.dock.put(0, rows, {"tokens": [torch.arange(length) + row for row in rows]})
+
+    def get(self, pickled):
+        """As a rank that was sent a claim by other means than Ray: with Python's pickle."""
+        claim = pickle.loads(pickled)
+        before = private_bytes(os.getpid())
+        self.kept = self.dock.get(claim, ["tokens"])["tokens"]
+        sums = [int(values.sum()) for values in self.kept]
+        return sums, private_bytes(os.getpid()) - before
+
+    def claim_and_hang(self):
+        self.dock.claim("train", 0, 1)
+        time.sleep(600)
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/smaps_rollup"), reason="reads memory use from /proc")
+def test_a_claim_holds_addresses_only_and_payloads_are_read_without_a_copy():
+    dock = make_dock()
+    dock.begin(0, 3, 1, 3)
+    producer, reader = Worker.remote(dock), Worker.remote(dock)
+    ray.get(producer.put.remote([0, 1, 2], LARGE))
+    claim = dock.claim("train", 0, 3)
+    pickled = pickle.dumps(claim)
+    assert len(pickled) < 2000
+    sums, grown = ray.get(reader.get.remote(pickled))
+    assert sums == [LARGE * (LARGE - 1) // 2 + LARGE * row for row in claim.rows]
+    assert grown < LARGE, f"a reader of {3 * 8 * LARGE} bytes grew by {grown}"
+    dock.ack(claim)
+
+
+def test_rows_of_a_killed_consumer_come_back():
+    dock = make_dock(lease_seconds=3.0)
+    dock.begin(0, 1, 1, 1)
+    dock.put(0, [0], {"tokens": [torch.arange(3)]})
+    consumer = Worker.remote(dock)
+    pid = ray.get(consumer.pid.remote())
+    consumer.claim_and_hang.remote()
+    while ray.get(dock._controller.stats.remote())["rows_out"] == 0:
+        time.sleep(0.05)
+    os.kill(pid, signal.SIGKILL)
+    claim = dock.claim("train", 0, 1, timeout=20)
+    assert claim.rows == (0,)
+    dock.ack(claim)
+    assert dock.claim("train", 0, 1) is None
+
+
+def get_until_lost(dock, claim):
+    """Ray takes a moment to notice a death."""
+    for _ in range(200):
+        dock.get(claim, ["tokens"])
+        dock._reader.forget(lambda _: True)
+        time.sleep(0.1)
+
+
+def test_payloads_of_a_dead_producer_are_reported_lost():
+    dock = make_dock()
+    dock.begin(0, 1, 1, 1)
+    producer = Worker.remote(dock)
+    ray.get(producer.put.remote([0], 1000))
+    os.kill(ray.get(producer.pid.remote()), signal.SIGKILL)
+    claim = dock.claim("train", 0, 1)
+    with pytest.raises(DockError, match=r"rows \[0\].* are gone.*the process that put them died"):
+        get_until_lost(dock, claim)
+
+
+def test_a_dead_controller_is_reported_and_its_snapshot_goes_on():
+    dock = make_dock()
+    dock.begin(0, 2, 1, 2)
+    dock.put(0, [0, 1], {"tokens": [torch.arange(3), torch.arange(4)]})
+    dock.ack(dock.claim("train", 0, 1))
+    snapshot = dock.snapshot()
+    ray.kill(dock._controller)
+    with pytest.raises(DockError, match=r"the TransferDock controller died \('claim' was called\)"):
+        dock.claim("train", 0, 1, timeout=20)
+    dock = make_dock()
+    dock.restore(snapshot)
+    claim = dock.claim("train", 0, 2)
+    assert claim.rows == (1,)
+    assert dock.get(claim, ["tokens"])["tokens"][0].tolist() == [0, 1, 2, 3]
+
+
+def test_a_controller_that_finds_no_cpu_is_reported():
+    with pytest.raises(DockTimeout, match=r"did not start within 1\.0 s: it needs 64 free CPUs"):
+        RayTransferDock.create(DockSpec({}, {}), num_cpus=64, start_timeout=1.0)

@@ -1,0 +1,320 @@
+"""The state machine against an independent reference, under random schedules of puts, claims, faults and restores."""
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from mindspeed_rl.common.errors import DockError
+from mindspeed_rl.transfer_dock.queues import split_shares
+from mindspeed_rl.transfer_dock.spec import NOT_YET, ColumnSpec, ConsumerSpec, DockSpec
+from mindspeed_rl.transfer_dock.table import DockTable, as_rows
+
+LEASE = 10.0
+COLUMNS = ("a", "b", "c")
+
+
+class Reference:
+    """One consumer of one iteration, by plain lists and exhaustive search."""
+
+    def __init__(self, needs, shares, grouped, keep_order, rows, group, block, order):
+        self.needs, self.keep_order = set(needs), keep_order
+        self.unit = group if grouped else 1
+        order = list(order)
+        self.units = [tuple(order[i : i + self.unit]) for i in range(0, rows, self.unit)]
+        per_block = block // self.unit
+        self.block_of = {unit: index // per_block for index, unit in enumerate(self.units)}
+        self.owned = [[] for _ in range(shares)]
+        for start in range(0, len(self.units), per_block):
+            chunk = self.units[start : start + per_block]
+            for share in range(shares):
+                self.owned[share] += chunk[share * len(chunk) // shares : (share + 1) * len(chunk) // shares]
+        self.out = [[] for _ in range(shares)]  # handed out, unfinished
+        self.done = [[] for _ in range(shares)]
+        self.ready = []  # by time of readiness
+
+    def is_ready(self, unit, present):
+        return all(self.needs <= present[row] for row in unit)
+
+    def settle(self, present, rows):
+        if not self.keep_order:
+            touched = dict.fromkeys(next(unit for unit in self.units if row in unit) for row in rows)
+            gone = {unit for held in self.out + self.done for unit in held}
+            self.ready += [u for u in touched if self.is_ready(u, present) and u not in self.ready and u not in gone]
+
+    def claim(self, share, count, present):
+        count //= self.unit
+        if self.keep_order:
+            taken = set(self.out[share] + self.done[share])
+            pending = [unit for unit in self.owned[share] if unit not in taken]
+            chosen = [unit for unit in pending if self.block_of[unit] == self.block_of[pending[0]]][:count]
+            granted = bool(chosen) and all(self.is_ready(unit, present) for unit in chosen)
+        else:
+            left = len(self.owned[share]) - len(self.out[share]) - len(self.done[share])
+            chosen = self.ready[: min(left, count)]
+            granted = bool(chosen) and len(chosen) == min(left, count)
+        if not granted:
+            return None if len(self.done[share]) == len(self.owned[share]) else NOT_YET
+        self.out[share] += chosen
+        self.ready = [unit for unit in self.ready if unit not in chosen]
+        return [row for unit in chosen for row in unit]
+
+    def end(self, share, rows, acked):
+        units = [tuple(rows[i : i + self.unit]) for i in range(0, len(rows), self.unit)]
+        self.out[share] = [unit for unit in self.out[share] if unit not in units]
+        if acked:
+            self.done[share] += units
+        elif not self.keep_order:
+            self.ready = units + self.ready
+
+
+class DockMachine(RuleBasedStateMachine):
+    """Drives a table and the references side by side."""
+
+    @initialize(data=st.data())
+    def start(self, data):
+        draw = data.draw
+        self.group = draw(st.integers(1, 3))
+        prompts = draw(st.integers(1, 6))
+        self.rows = prompts * self.group
+        block = self.group * draw(st.integers(1, prompts))
+        keep_order = draw(st.booleans())
+        consumers = {
+            name: ConsumerSpec(
+                tuple(draw(st.lists(st.sampled_from(COLUMNS), min_size=1, unique=True))),
+                draw(st.integers(1, 3)),
+                draw(st.booleans()),
+            )
+            for name in ("x", "y")
+        }
+        self.spec = DockSpec({c: ColumnSpec("int64") for c in COLUMNS}, consumers, keep_order, LEASE)
+        self.now = 0.0
+        self.table = self.new_table()
+        groups = draw(st.permutations(range(prompts))) if keep_order else range(prompts)
+        order = [g * self.group + s for g in groups for s in range(self.group)]
+        self.table.begin(0, prompts, self.group, block, {"x": order} if keep_order else None)
+        self.references = {
+            name: Reference(
+                c.needs, c.shares, c.grouped, keep_order, self.rows, self.group, block,
+                order if name == "x" else range(self.rows),
+            )
+            for name, c in consumers.items()
+        }  # fmt: skip
+        self.present = {row: set() for row in range(self.rows)}
+        self.leases = []  # (claim, expiry)
+
+    def new_table(self):
+        return DockTable(self.spec, clock=lambda: self.now)
+
+    @rule(data=st.data())
+    def put(self, data):
+        columns = data.draw(st.lists(st.sampled_from(COLUMNS), min_size=1, unique=True))
+        rows = data.draw(st.lists(st.integers(0, self.rows - 1), min_size=1, max_size=self.rows, unique=True))
+        if any(self.present[row] & set(columns) for row in rows):
+            with pytest.raises(DockError, match="already"):
+                self.table.put(0, as_rows(rows), columns, "payload", 8)
+            rows = [row for row in rows if not self.present[row] & set(columns)]
+        if rows:
+            self.table.put(0, as_rows(rows), columns, "payload", 8)
+            for row in rows:
+                self.present[row] |= set(columns)
+            for reference in self.references.values():
+                if reference.needs & set(columns):
+                    reference.settle(self.present, rows)
+
+    @rule(data=st.data(), name=st.sampled_from(["x", "y"]), units=st.integers(1, 4))
+    def claim(self, data, name, units):
+        reference = self.references[name]
+        share = data.draw(st.integers(0, len(reference.owned) - 1))
+        expected = reference.claim(share, units * reference.unit, self.present)
+        claim = self.table.claim(name, 0, units * reference.unit, share)
+        if expected is None or expected is NOT_YET:
+            assert claim is expected
+        else:
+            assert list(claim.rows) == expected
+            assert (claim.locations > 0).all()
+            self.leases.append((claim, self.now + LEASE))
+
+    @rule(data=st.data(), acked=st.booleans())
+    def end(self, data, acked):
+        if not self.leases:
+            return
+        claim, _ = self.leases.pop(data.draw(st.integers(0, len(self.leases) - 1)))
+        finish = self.table.ack if acked else self.table.release
+        finish(0, claim.lease)
+        self.references[claim.consumer].end(claim.share, claim.rows, acked)
+        with pytest.raises(DockError, match="not held"):
+            finish(0, claim.lease)
+
+    @rule(seconds=st.sampled_from([0.5, LEASE / 2, LEASE]))
+    def wait(self, seconds):
+        self.now += seconds
+        self.table.expire()
+        for claim, expiry in self.leases:
+            if expiry <= self.now:
+                self.references[claim.consumer].end(claim.share, claim.rows, False)
+        self.leases = [(claim, expiry) for claim, expiry in self.leases if expiry > self.now]
+
+    @rule()
+    def restart(self):
+        """The controller dies, a new one takes over its snapshot: acked rows stay acked, leased ones come back."""
+        state, payloads = self.table.snapshot()
+        if not self.spec.guarantee_order:
+            return  # the order of readiness of returned rows is not part of a snapshot; see the exactly-once test
+        self.table = self.new_table()
+        self.table.restore(state, payloads)
+        for claim, _ in self.leases:
+            self.references[claim.consumer].end(claim.share, claim.rows, False)
+            with pytest.raises(DockError, match="not held"):
+                self.table.ack(0, claim.lease)
+        self.leases = []
+
+    @invariant()
+    def nothing_twice(self):
+        for reference in getattr(self, "references", {}).values():
+            seen = [row for held in reference.out + reference.done for unit in held for row in unit]
+            assert len(seen) == len(set(seen))
+
+    def teardown(self):
+        """Whatever happened: put the rest, consume the rest, and every row was acknowledged exactly once."""
+        if not hasattr(self, "table"):
+            return
+        for row, column in itertools.product(range(self.rows), COLUMNS):
+            if column not in self.present[row]:
+                self.table.put(0, as_rows([row]), [column], "payload", 8)
+        state, payloads = self.table.snapshot()  # leases of lost consumers end here
+        self.table = self.new_table()
+        self.table.restore(state, payloads)
+        for name, reference in self.references.items():
+            for share, owned in enumerate(reference.owned):
+                while (claim := self.table.claim(name, 0, 2 * reference.unit, share)) is not None:
+                    self.table.ack(0, claim.lease)
+                    reference.done[share] += [
+                        tuple(claim.rows[i : i + reference.unit]) for i in range(0, len(claim), reference.unit)
+                    ]
+                assert len(reference.done[share]) == len(owned)
+            done = [row for share in reference.done for unit in share for row in unit]
+            assert sorted(done) == list(range(self.rows))
+
+
+TestDockMachine = DockMachine.TestCase
+TestDockMachine.settings = settings(
+    max_examples=80, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
+)
+
+
+@pytest.mark.parametrize(("units", "block", "shares"), [(1, 1, 1), (12, 4, 2), (13, 5, 3), (7, 7, 9), (100, 9, 4)])
+def test_shares_are_contiguous_parts_of_every_block_and_cover_all(units, block, shares):
+    parts = split_shares(units, block, shares)
+    assert sorted(np.concatenate(parts).tolist()) == list(range(units))
+    for start in range(0, units, block):
+        rows = list(range(start, min(start + block, units)))
+        expected = [rows[d * len(rows) // shares : (d + 1) * len(rows) // shares] for d in range(shares)]
+        assert [[r for r in part.tolist() if r in rows] for part in parts] == expected
+
+
+def _table(**kwargs):
+    consumers = {"x": ConsumerSpec(("a",), shares=2), "g": ConsumerSpec(("a", "b"), grouped=True)}
+    return DockTable(DockSpec({"a": ColumnSpec("int64"), "b": ColumnSpec("float32")}, consumers, **kwargs))
+
+
+def test_the_cost_of_a_claim_does_not_grow_with_the_table():
+    """Counted, not timed: reads of the readiness counters for one claim and for one refusal."""
+
+    class Counting:
+        def __init__(self, array):
+            self.array, self.reads = array, 0
+
+        def __getitem__(self, index):
+            self.reads += 1
+            return self.array[index]
+
+    reads = []
+    for prompts in (10, 10_000):
+        table = _table(guarantee_order=True)
+        table.begin(0, prompts, 4, 40)
+        table.put(0, as_rows(range(prompts * 4)), ["a"], "payload", 8)
+        queue = table._iterations[0].progress["x"].queue
+        queue._missing = counting = Counting(queue._missing)
+        for _ in range(3):
+            table.claim("x", 0, 4, 0)
+        assert table.claim("g", 0, 4) is NOT_YET
+        reads.append(counting.reads)
+    assert reads == [12, 12]
+
+
+@pytest.mark.parametrize("name", ["num_prompts", "n_samples", "block_rows"])
+def test_begin_refuses_sizes_below_one(name):
+    sizes = {"num_prompts": 2, "n_samples": 2, "block_rows": 2, name: 0}
+    with pytest.raises(DockError, match=f"{name} = 0"):
+        _table().begin(0, **sizes)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((0, 2, 2, 3), "block_rows = 3: grouped consumer 'g' needs a multiple of n_samples = 2"),
+        ((0, 2, 2, 4, {"x": [0, 1, 2, 2]}), "order for consumer 'x' is not a permutation"),
+        ((0, 2, 2, 4, {"x": [0.0, 1.0, 2.0, 3.0]}), "order for consumer 'x' is not a permutation"),
+        ((0, 2, 2, 4, {"g": [0, 2, 1, 3]}), "tears a group of 2 rows apart"),
+        ((0, 2, 2, 4, {"z": [0, 1, 2, 3]}), r"unknown consumers \['z'\]"),
+    ],
+)
+def test_begin_refuses_what_cannot_be_handed_out(arguments, message):
+    table = _table()
+    with pytest.raises(DockError, match=message):
+        table.begin(*arguments)
+    table.begin(0, 2, 2, 4)  # nothing of the refused call is left
+    with pytest.raises(DockError, match="begun before"):
+        table.begin(0, 2, 2, 4)
+
+
+def test_an_order_needs_the_guarantee():
+    with pytest.raises(DockError, match="guarantee_order"):
+        _table(guarantee_order=False).begin(0, 2, 2, 4, {"x": [3, 2, 1, 0]})
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: ColumnSpec("float64"), "dtype 'float64'"),
+        (lambda: ColumnSpec("object", "jagged"), "'jagged' takes int64 or float32"),
+        (lambda: ColumnSpec("int64", "ragged"), "kind 'ragged'"),
+        (lambda: DockSpec({}, {"x": ConsumerSpec(("a",))}), r"needs unknown columns \['a'\]"),
+        (lambda: DockSpec({}, {"x": ConsumerSpec(())}), "one or more"),
+        (lambda: DockSpec({"a": ColumnSpec("int64")}, {"x": ConsumerSpec(("a",), shares=0)}), "shares = 0"),
+        (lambda: DockSpec({}, {}, lease_seconds=0), "lease_seconds = 0"),
+        (lambda: DockSpec({}, {}, max_bytes=0), "max_bytes = 0"),
+    ],
+)
+def test_a_contradictory_specification_is_refused(make, message):
+    with pytest.raises(DockError, match=message):
+        make()
+
+
+def test_restore_refuses_a_foreign_snapshot_and_a_dock_in_use():
+    state, payloads = _table(guarantee_order=True).snapshot()
+    with pytest.raises(DockError, match="other columns, consumers or order"):
+        _table(guarantee_order=False).restore(state, payloads)
+    table = _table(guarantee_order=True)
+    table.begin(5, 1, 1, 1)
+    with pytest.raises(DockError, match="must be empty"):
+        table.restore(state, payloads)
+
+
+def test_readiness_order_survives_a_restart():
+    table = _table(guarantee_order=False)
+    table.begin(0, 4, 2, 8)
+    for row in (5, 0, 7, 2, 1):
+        table.put(0, as_rows([row]), ["a"], "payload", 8)
+    first = table.claim("x", 0, 1, 0)
+    table.ack(0, first.lease)
+    assert first.rows == (5,)
+    state, payloads = table.snapshot()
+    table = _table(guarantee_order=False)
+    table.restore(state, payloads)
+    assert table.claim("x", 0, 3, 1).rows == (0, 7, 2)
+    assert table.claim("x", 0, 3, 0) is NOT_YET  # its quota is four rows, one is done
