@@ -56,13 +56,14 @@ class DockTimeout(MindSpeedRLError, TimeoutError):
 
 
 class WorkerFailed(MindSpeedRLError, RuntimeError):
-    """A worker died, raised or passed its deadline: names the rank, the stage and the step."""
+    """A worker died, raised or passed its deadline: names the rank (-1: the reward worker), the stage and the step."""
 
     exit_code = 3
 
     def __init__(self, rank: int, stage: str, step: int, reason: str):
         self.rank, self.stage, self.step, self.reason = rank, stage, step, reason
-        super().__init__(f"worker rank {rank} failed in stage '{stage}' at step {step}: {reason}")
+        who = f"worker rank {rank}" if rank >= 0 else "the reward worker"
+        super().__init__(f"{who} failed in stage '{stage}' at step {step}: {reason}")
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.rank, self.stage, self.step, self.reason)

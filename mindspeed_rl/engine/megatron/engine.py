@@ -27,8 +27,9 @@ from mindspeed_rl.engine.megatron.offload import HostMemory
 from mindspeed_rl.engine.megatron.optimizer import Optimizer
 from mindspeed_rl.engine.megatron.packing import PackedMicroBatch, pack
 from mindspeed_rl.common.metric import MetricSet
-from mindspeed_rl.resharding.export import Topology, export_hf
+from mindspeed_rl.resharding.export import Bucket, Topology, export_hf, plan_export
 from mindspeed_rl.resharding.layout import Layout as WeightLayout
+from mindspeed_rl.resharding.names import check_hf_names
 from mindspeed_rl.types import RolloutBatch
 
 
@@ -85,6 +86,7 @@ class MegatronEngine:
             module,
         )
         self.optimizer = Optimizer(cfg, self.actor, total_steps)
+        self._export_plan: list[Bucket] | None = None
         self._away = {part: HostMemory(device, keep=part != "grad") for part in ("param", "grad", "optimizer")}
 
         self.reference: GPTModel | None = None
@@ -98,6 +100,8 @@ class MegatronEngine:
     # ---- weights -------------------------------------------------------------------------------------------------
 
     def _load(self, module: GPTModel, weights: HFWeights | Mapping[str, torch.Tensor]) -> None:
+        if isinstance(weights, HFWeights):
+            check_hf_names(self.model_config, weights.names)
         tp_rank, tp_size = mpu.get_tensor_model_parallel_rank(), mpu.get_tensor_model_parallel_world_size()
         held = self.layout.held(self.model_config, mpu.get_pipeline_model_parallel_rank())
         with torch.no_grad():
@@ -119,7 +123,9 @@ class MegatronEngine:
             tp_group=_none_if_alone(mpu.get_tensor_model_parallel_group()),
             pp_group=_none_if_alone(mpu.get_pipeline_model_parallel_group()),
         )
-        return export_hf(parameters, self.model_config, topology, bucket_bytes)
+        if self._export_plan is None:
+            self._export_plan = plan_export(parameters, self.model_config, topology, bucket_bytes)
+        return export_hf(parameters, self.model_config, topology, bucket_bytes, self._export_plan)
 
     # ---- passes --------------------------------------------------------------------------------------------------
 

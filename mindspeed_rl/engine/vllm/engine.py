@@ -107,6 +107,10 @@ class VllmEngine:
 
 def _reload_weights(worker: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
     worker.reload_weights(weights_iterator=iter(weights))
+    model = worker.model_runner.model
+    if model.config.tie_word_embeddings:
+        # a tied output layer is not among the weights, and keeps a packed copy of the embedding: pack it anew
+        model.lm_head.quant_method.process_weights_after_loading(model.lm_head)
 
 
 def _load_weights(worker: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> None:

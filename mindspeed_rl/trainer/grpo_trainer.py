@@ -1,0 +1,149 @@
+"""GRPO (Shao et al. 2024, DeepSeekMath, section 4), one method a stage, top to bottom.
+
+The driver holds no samples: prompts go into the TransferDock, and every stage claims what it needs from there.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from mindspeed_rl.algorithms.kl import make_kl_controller
+from mindspeed_rl.checkpoint.state import CheckpointStore
+from mindspeed_rl.config.layout import Layout
+from mindspeed_rl.config.schema import Config
+from mindspeed_rl.data.prompts import PromptDataset
+from mindspeed_rl.data.sampler import PromptSampler, permutation
+from mindspeed_rl.metrics.loggers import MetricLogger
+from mindspeed_rl.trainer.report import StepReport
+from mindspeed_rl.transfer_dock.spec import TransferDock
+from mindspeed_rl.workers.group import WorkerGroup, flatten, wait
+from mindspeed_rl.workers.integrated_worker import Source
+from mindspeed_rl.workers.stages import scoring_stages
+
+
+class GRPOTrainer:
+    """Runs `train_iters` iterations.
+
+    Args:
+        config: the run's configuration.
+        layout: its parallel layout and batch arithmetic.
+        dataset: prompts.
+        workers: the integrated workers, started.
+        reward: handle of the reward worker (a Ray actor).
+        dock: the sample plane between all of them.
+        loggers: where metrics go.
+        store: where checkpoints go; None: nowhere.
+        source: where the run's weights came from.
+        report: turns what the workers say into the step's metrics.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        layout: Layout,
+        dataset: PromptDataset,
+        workers: WorkerGroup,
+        reward: Any,
+        dock: TransferDock,
+        loggers: Sequence[MetricLogger],
+        store: CheckpointStore | None,
+        source: Source,
+        report: Callable[[], StepReport],
+    ):
+        self.config, self.rl, self.layout = config, config.rl_config, layout
+        self.dataset, self.workers, self.reward, self.dock = dataset, workers, reward, dock
+        self.loggers, self.store, self.source, self.new_report = loggers, store, source, report
+        actor = config.actor
+        self.sampler = PromptSampler(len(dataset), actor.global_batch_size, actor.seed, shuffle=not actor.no_shuffle)
+        self.kl_controller = make_kl_controller(self.rl)
+        self.iteration = 0  # iterations completed
+
+    def fit(self) -> None:
+        """Train until `train_iters` iterations are complete."""
+        while self.iteration < self.config.actor.train_iters:
+            report, start = self.new_report(), time.perf_counter()
+            self._train_iteration(report)
+            report.seconds["all"] = time.perf_counter() - start
+            self.iteration += 1
+            self._log(report)
+            self._save_if_due()
+
+    def _train_iteration(self, report: StepReport) -> None:
+        self._put_prompts()
+        report.add(self._run("resharding_to_infer", "enter_rollout"))
+        if self.rl.blocking:
+            report.add(self._run("rollout", "generate", self.iteration))
+            report.add(self._wait("reward", self._start_rewards("score")))
+            for stage in scoring_stages(self.config):
+                report.add(self._run(stage, "score", self.iteration, stage))
+            report.add(self._wait("advantage", self._start_rewards("compute_advantages")))
+        else:
+            stages = self._start_rewards("score", "compute_advantages")
+            stages |= self.workers.start("generate_and_score", self.iteration)
+            report.add(self._wait("rollout and scoring", stages))
+        report.add(self._run("update", "update", self.iteration, self.kl_controller.value))
+        self.kl_controller.update(report.kl, self.layout.sequences_per_iteration)
+        self.dock.clear(self.iteration)
+
+    def _put_prompts(self) -> None:
+        """Open the iteration in the dock with one row for each sample to be generated."""
+        group, samples = self.rl.n_samples_per_prompt, [self.dataset[i] for i in next(self.sampler)]
+        block = self.rl.mini_batch_size * group
+        orders = {}
+        if self.rl.shuffle_mini_batch:
+            prompts = permutation(len(samples), self.config.actor.seed, self.iteration)
+            orders["update"] = [prompt * group + sample for prompt in prompts for sample in range(group)]
+        self.dock.begin(self.iteration, len(samples), group, block, orders)
+        ids = [torch.tensor(sample.prompt_ids) for sample in samples]
+        rows = range(len(samples) * group)
+        columns = {"prompt_ids": [ids[row // group] for row in rows], "sample": [samples[row // group] for row in rows]}
+        self.dock.put(self.iteration, rows, columns)
+
+    def _run(self, stage: str, method: str, *args: Any) -> list[Any]:
+        return self.workers.run(stage, self.iteration, method, *args)
+
+    def _start_rewards(self, *methods: str) -> dict[Any, int]:
+        return {getattr(self.reward, method).remote(self.iteration): -1 for method in methods}
+
+    def _wait(self, stage: str, futures: dict[Any, int]) -> list[Any]:
+        return flatten(wait(futures, stage, self.iteration, self.rl.stage_timeout_minutes))
+
+    def _log(self, report: StepReport) -> None:
+        metrics = report.finalize(self.dock.stats(), self.kl_controller.value)
+        for logger in self.loggers:
+            logger.log(self.iteration, metrics)
+        interval = self.rl.sample_log_interval
+        if interval and (self.iteration == 1 or self.iteration % interval == 0):
+            for logger in self.loggers:
+                logger.log_samples(self.iteration, report.samples)
+
+    # ---- checkpoints ---------------------------------------------------------------------------------------------
+
+    def _save_if_due(self) -> None:
+        actor = self.config.actor
+        due = self.iteration % actor.save_interval == 0 or self.iteration == actor.train_iters
+        if self.store and due:
+            self.store.begin(self.iteration)
+            self._run("save", "save", str(self.store.root), self.iteration)
+            self.store.commit(self.iteration, self.state_dict())
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the driver must remember to go on exactly: position in the data, KL coefficient."""
+        return {
+            "iteration": self.iteration,
+            "sampler": self.sampler.state_dict(),
+            "kl_controller": self.kl_controller.state_dict(),
+            "start_weights": self.source.weights,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from what `state_dict` returned."""
+        self.iteration = state["iteration"]
+        self.sampler.load_state_dict(state["sampler"])
+        self.kl_controller.load_state_dict(state["kl_controller"])
+
+

@@ -1,0 +1,83 @@
+"""Gathers what workers say during a step into the step's metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from mindspeed_rl.common.metric import Metric, MetricSet
+from mindspeed_rl.config.layout import Layout
+from mindspeed_rl.config.model import ModelConfig
+from mindspeed_rl.config.schema import Config
+from mindspeed_rl.metrics.names import with_aliases
+from mindspeed_rl.metrics.throughput import model_flops_utilisation, stage_seconds, step_throughput, train_flops
+from mindspeed_rl.workers.integrated_worker import WorkerReport
+from mindspeed_rl.workers.reward_worker import RewardReport
+
+
+class StepReport:
+    """One step: add reports as stages end, then `finalize`."""
+
+    def __init__(self, config: Config, layout: Layout, model: ModelConfig):
+        self.config, self.layout, self.model = config, layout, model
+        self.metrics = MetricSet()
+        self.seconds: dict[str, float] = {}  # stages of the driver
+        self.samples: list[dict[str, Any]] = []
+        self.sequence_lengths: list[int] = []
+        self.peak_flops: float | None = None
+        self._rank_seconds: dict[int, dict[str, float]] = {}  # rank (-1: reward worker) -> stage -> seconds
+
+    def add(self, reports: Iterable[WorkerReport | RewardReport]) -> None:
+        """Add what ranks or the reward worker said about a stage."""
+        for report in reports:
+            self.metrics.merge(report.metrics)
+            rank = report.rank if isinstance(report, WorkerReport) else -1
+            seconds = self._rank_seconds.setdefault(rank, {})
+            for stage, value in report.seconds.items():
+                seconds[stage] = seconds.get(stage, 0.0) + value
+            if isinstance(report, WorkerReport):
+                self.metrics.max("memory/device_peak", report.peak_memory_bytes / 2**30, unit="GiB")
+                self.metrics.max("memory/host_peak", report.peak_host_bytes / 2**30, unit="GiB")
+                self.peak_flops = report.peak_flops
+            else:
+                self.samples += report.samples
+                self.sequence_lengths += report.sequence_lengths
+
+    @property
+    def kl(self) -> float:
+        """Mean KL to the reference over the iteration's counted tokens; 0 without a reference."""
+        metric = self.metrics.get("actor/kl", Metric(0.0, 0.0, "mean"))
+        return metric.result or 0.0
+
+    def finalize(self, dock: Mapping[str, Any], kl_coef: float) -> dict[str, float]:
+        """All metrics of the step by name, MindSpeed RL's aliases included."""
+        result = self.metrics.finalize()
+        result["actor/kl_coef"] = kl_coef
+        result |= {f"timing/{stage}": value for stage, value in self._stage_seconds().items()}
+        result |= {f"dock/wait/{stage}": value for stage, value in dock["wait_seconds"].items()}
+        result |= self._throughput(result)
+        return with_aliases(result)
+
+    def _stage_seconds(self) -> dict[str, float]:
+        """The slowest rank's time of every stage."""
+        result = dict(self.seconds)
+        for seconds in self._rank_seconds.values():
+            for stage, value in seconds.items():
+                result[stage] = max(value, result.get(stage, 0.0))
+        return result
+
+    def _throughput(self, result: Mapping[str, float]) -> dict[str, float]:
+        slowest = self.config.rl_config.log_max_throughput
+        seconds = {f"timing/{stage}": value for stage, value in self.seconds.items()}
+        for stage in ("rollout", "update"):
+            by_rank = [ranks[stage] for ranks in self._rank_seconds.values() if stage in ranks]
+            seconds[f"timing/{stage}"] = stage_seconds(by_rank, slowest)
+        responses = int(self.metrics["response_length/total"].value)
+        prompts = int(self.metrics["prompt_length/total"].value)
+        longest = int(result["response_length/max"])
+        rates = step_throughput(prompts, responses, longest, self.layout.world, seconds)
+        if self.peak_flops:
+            flops = self.config.rl_config.epochs * train_flops(self.model, self.sequence_lengths)
+            update, devices = seconds["timing/update"], self.layout.world
+            rates["throughput/mfu"] = model_flops_utilisation(flops, update, devices, self.peak_flops)
+        return rates

@@ -1,0 +1,90 @@
+"""The columns that samples gather on their way through a step, and the stages that consume them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mindspeed_rl.config.layout import Layout
+from mindspeed_rl.config.schema import Config
+from mindspeed_rl.transfer_dock.spec import ColumnSpec, ConsumerSpec, DockSpec
+
+TOKENS = ColumnSpec(dtype="int64", kind="jagged")
+PER_TOKEN = ColumnSpec(dtype="float32", kind="jagged")
+OBJECT = ColumnSpec(dtype="object", kind="object")
+
+COLUMNS = {
+    "prompt_ids": TOKENS,  # the prompt, shared by its group
+    "sample": OBJECT,  # PromptSample: text, label and source, shared by the group
+    "responses": TOKENS,  # generated ids: exactly these are trained on
+    "rollout_log_probs": PER_TOKEN,  # of the policy that generated, by the rollout engine
+    "texts": OBJECT,  # responses as text, where the rollout engine decodes them
+    "rewards": ColumnSpec(dtype="float32", kind="scalar"),  # weighted sum of the verifiers; NaN: scoring failed
+    "reference_log_probs": PER_TOKEN,
+    "old_log_probs": PER_TOKEN,  # of the policy before this iteration's updates, by the training engine
+    "advantages": PER_TOKEN,
+    "loss_mask": PER_TOKEN,  # 1: the token counts in the loss
+}
+
+
+
+@dataclass(frozen=True)
+class ScoringStage:
+    """A stage in which the training engine computes log-probs of responses."""
+
+    column: str  # what it puts into the dock
+    timing: str  # MindSpeed RL's name of its time
+
+
+SCORING = {
+    "reference": ScoringStage("reference_log_probs", "reference_model"),
+    "old_log_prob": ScoringStage("old_log_probs", "old_log_p"),
+}
+
+
+def uses_reference(config: Config) -> bool:
+    """True if some term needs the reference model's log-probs."""
+    return config.rl_config.init_kl_coef > 0
+
+
+def uses_old_log_probs(config: Config) -> bool:
+    """False if every update starts from the policy that generated: the training pass then yields the same values."""
+    rl = config.rl_config
+    return rl.epochs > 1 or rl.mini_batch_size < config.actor.global_batch_size
+
+
+def scoring_stages(config: Config) -> list[str]:
+    """Which of `SCORING` this run needs."""
+    stages = ["reference"] if uses_reference(config) else []
+    return [*stages, "old_log_prob"] if uses_old_log_probs(config) else stages
+
+
+def update_columns(config: Config) -> tuple[str, ...]:
+    """Per-token columns that the update needs, in a fixed order."""
+    optional = {
+        "reference_log_probs": uses_reference(config),
+        "old_log_probs": uses_old_log_probs(config),
+        "rollout_log_probs": bool(config.generate_config.sampling_config.logprobs),
+    }
+    return ("advantages", "loss_mask", *(name for name, used in optional.items() if used))
+
+
+def dock_spec(config: Config, layout: Layout) -> DockSpec:
+    """Columns and consumers of this run."""
+    sequences = ("prompt_ids", "responses")
+    text = ("texts",) if config.generate_config.sampling_config.detokenize else ()
+    consumers = {
+        "rollout": ConsumerSpec(needs=("prompt_ids",), shares=layout.rollout_replicas),
+        "reward": ConsumerSpec(needs=("sample", "responses", *text)),
+        "reference": ConsumerSpec(needs=sequences, shares=layout.dp),
+        "old_log_prob": ConsumerSpec(needs=sequences, shares=layout.dp),
+        "advantage": ConsumerSpec(needs=("rewards", "responses"), grouped=True),
+        "update": ConsumerSpec(needs=(*sequences, *update_columns(config)), shares=layout.dp),
+    }
+    return DockSpec(
+        columns=COLUMNS,
+        consumers=consumers,
+        guarantee_order=config.rl_config.guarantee_order,
+        # a lease outlives any stage: a worker that dies ends the run long before
+        lease_seconds=2 * 60 * config.rl_config.stage_timeout_minutes,
+        max_bytes=None,
+    )
