@@ -5,6 +5,7 @@ import sys
 
 import pytest
 
+from mindspeed_rl.config import rules
 from mindspeed_rl.rewards.verifiers import VERIFIERS, RewardSample, answers_equal, last_boxed, normalise, verifier
 
 GOOD = r"<think>three and four</think> <answer>\boxed{7}</answer>"
@@ -153,3 +154,7 @@ def test_child_side_imports_no_torch():
         "sys.exit(', '.join({'torch', 'ray', 'vllm'} & set(sys.modules)) or None)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, env={"PYTHONPATH": ":".join(sys.path)})
+
+
+def test_configuration_knows_the_same_names():
+    assert {*VERIFIERS, "custom"} == set(rules.VERIFIERS)

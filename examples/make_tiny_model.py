@@ -1,0 +1,133 @@
+"""Make a tiny language model with random weights and a tokenizer of 16 characters, for examples and tests.
+
+python examples/make_tiny_model.py --output examples/models/tiny_qwen2
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen2Tokenizer,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+TOKENS = ["<eos>", *"+-*/=", *"0123456789"]
+EOS = 0
+ARCHITECTURES: dict[str, tuple[Any, Any]] = {
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+    "llama": (LlamaConfig, LlamaForCausalLM),
+}
+
+
+def make_tokenizer() -> Qwen2Tokenizer:
+    """One token a character, joined without spaces again; characters that are not in `TOKENS` vanish.
+
+    Of the class that transformers insists on for Qwen2 models, whatever the folder says: byte-pair encoding, here
+    without any pair.
+    """
+    return Qwen2Tokenizer(
+        vocab={token: index for index, token in enumerate(TOKENS)},
+        merges=[],
+        eos_token=TOKENS[EOS],
+        # no tokens of their own: generated padding would be invisible in the text, and could be learned as filler
+        pad_token=TOKENS[EOS],
+        unk_token=TOKENS[EOS],
+        clean_up_tokenization_spaces=False,
+        chat_template="{% for message in messages %}{{ message['content'] }}{% endfor %}",
+    )
+
+
+def make_tiny_model(
+    path: str | Path,
+    architecture: str = "qwen2",
+    *,
+    vocab: int = len(TOKENS),
+    hidden: int = 128,
+    ffn: int = 256,
+    layers: int = 2,
+    heads: int = 4,
+    kv_heads: int = 2,
+    max_positions: int = 64,
+    tie: bool = False,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+) -> Path:
+    """Save a model and its tokenizer as a Hugging Face folder, complete or not at all; an existing one is replaced.
+
+    Args:
+        path: the folder.
+        architecture: `qwen2`, `qwen3` or `llama`.
+        vocab: rows of the embedding; more than the tokenizer has is allowed.
+        tie: the output layer shares the embedding's weights.
+        seed: seed of the random weights.
+
+    Raises:
+        ValueError: unknown architecture, or fewer embeddings than tokens.
+    """
+    if architecture not in ARCHITECTURES:
+        raise ValueError(f"architecture = {architecture!r}: must be one of {', '.join(ARCHITECTURES)}")
+    if vocab < len(TOKENS):
+        raise ValueError(f"vocab = {vocab}: the tokenizer has {len(TOKENS)} tokens")
+    config_class, model_class = ARCHITECTURES[architecture]
+    config = config_class(
+        vocab_size=vocab,
+        hidden_size=hidden,
+        intermediate_size=ffn,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=hidden // heads,
+        max_position_embeddings=max_positions,
+        tie_word_embeddings=tie,
+        bos_token_id=None,
+        eos_token_id=EOS,
+        pad_token_id=EOS,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = model_class(config).to(dtype=dtype)
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(f"{path.name}.tmp{os.getpid()}")
+    model.save_pretrained(unfinished)
+    make_tokenizer().save_pretrained(unfinished)
+    shutil.rmtree(path, ignore_errors=True)
+    os.replace(unfinished, path)
+    return path
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", required=True, type=Path, help="folder to write")
+    parser.add_argument("--architecture", default="qwen2", choices=ARCHITECTURES)
+    for name, default in {
+        "vocab": len(TOKENS),
+        "hidden": 128,
+        "ffn": 256,
+        "layers": 2,
+        "heads": 4,
+        "kv-heads": 2,
+        "max-positions": 64,
+        "seed": 0,
+    }.items():
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--tie", action="store_true", help="share the weights of embedding and output layer")
+    options = vars(parser.parse_args())
+    print(make_tiny_model(options.pop("output"), options.pop("architecture"), **options))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,41 @@
+"""Loading a tokenizer and checking that it fits the model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from mindspeed_rl.common.errors import DataError
+from mindspeed_rl.config.model import ModelConfig
+
+
+def load_tokenizer(path: str | Path, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+    """Tokenizer of a Hugging Face folder; nothing is fetched from a network.
+
+    Raises:
+        DataError: the folder is missing, holds no tokenizer, or a corrupt one.
+    """
+    if not Path(path).is_dir():
+        raise DataError(f"tokenizer_name_or_path = {str(path)!r}: no such folder")
+    try:
+        return AutoTokenizer.from_pretrained(str(path), trust_remote_code=trust_remote_code, local_files_only=True)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        summary = str(error).strip().split("\n")[0]
+        raise DataError(f"tokenizer_name_or_path = {str(path)!r}: cannot be loaded: {summary}") from error
+
+
+def check_tokenizer(tokenizer: PreTrainedTokenizerBase, model: ModelConfig) -> None:
+    """See that the model has an embedding for every token, and that a sequence can end.
+
+    Raises:
+        DataError: a token id is not below the model's `vocab_size`, or there is no end-of-sequence token.
+    """
+    largest = max(tokenizer.get_vocab().values())
+    if largest >= model.vocab_size:
+        raise DataError(
+            f"tokenizer mismatch: tokenizer {tokenizer.name_or_path!r} has token ids up to {largest}, "
+            f"the model has vocab_size = {model.vocab_size}"
+        )
+    if tokenizer.eos_token_id is None:
+        raise DataError(f"tokenizer mismatch: tokenizer {tokenizer.name_or_path!r} has no end-of-sequence token")
