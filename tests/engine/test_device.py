@@ -1,0 +1,74 @@
+"""The CPU device's kernels against dense float64 references; choice of a device."""
+
+import pytest
+import torch
+
+from mindspeed_rl.common.errors import ConfigError
+from mindspeed_rl.device.cpu import CpuDevice
+from mindspeed_rl.device.select import make_device
+
+
+def dense_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Causal attention of one sequence, [tokens, heads, dimension], written out."""
+    repeats = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
+    scores = torch.einsum("qhd,khd->hqk", query, key) * query.shape[-1] ** -0.5
+    future = torch.ones(len(query), len(query), dtype=torch.bool).triu(1)
+    return torch.einsum("hqk,khd->qhd", scores.masked_fill(future, -torch.inf).softmax(-1), value)
+
+
+@pytest.mark.parametrize("lengths", [[5], [1, 7, 3], [4, 4], [1, 1, 1, 9]])
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+def test_packed_attention_equals_dense_attention_of_each_sequence(lengths: list[int], kv_heads: int) -> None:
+    torch.manual_seed(0)
+    total = sum(lengths)
+    query = torch.randn(total, 4, 8, dtype=torch.float64, requires_grad=True)
+    key, value = (torch.randn(total, kv_heads, 8, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    expected = torch.cat(
+        [dense_attention(q, k, v) for q, k, v in zip(*(t.split(lengths) for t in (query, key, value)), strict=True)]
+    )
+    weight = torch.randn_like(expected)
+    expected_gradients = torch.autograd.grad((expected * weight).sum(), (query, key, value))
+
+    packed = [t.detach().float().requires_grad_() for t in (query, key, value)]
+    cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).int()
+    output = CpuDevice().varlen_attention(*packed, cu_seqlens, max(lengths))
+    gradients = torch.autograd.grad((output * weight.float()).sum(), packed)
+    torch.testing.assert_close(output, expected.float(), atol=1e-5, rtol=0)
+    for found, wanted in zip(gradients, expected_gradients, strict=True):
+        torch.testing.assert_close(found, wanted.float(), atol=1e-5, rtol=0)
+
+
+def test_rms_norm_equals_its_definition() -> None:
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(3, 16, dtype=torch.float64), torch.randn(16, dtype=torch.float64)
+    expected = hidden / (hidden.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt() * weight
+    torch.testing.assert_close(CpuDevice().rms_norm(hidden, weight, 1e-6), expected)
+
+
+def test_rng_state_comes_back() -> None:
+    device = CpuDevice()
+    device.manual_seed(7)
+    state, first = device.rng_state(), torch.rand(4)
+    device.set_rng_state(state)
+    assert torch.equal(torch.rand(4), first)
+
+
+def test_memory_figures_are_those_of_this_process() -> None:
+    device = CpuDevice()
+    device.reset_peak_memory()
+    before = device.memory_allocated()
+    block = torch.ones(64 << 20, dtype=torch.uint8)
+    assert device.max_memory_allocated() - before >= 60 << 20
+    assert 0 < device.memory_allocated() < device.total_memory()
+    assert block.sum() == 64 << 20
+
+
+def test_a_device_that_is_not_there_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match="device = 'npu': package torch_npu is not installed"):
+        make_device("npu")
+    assert make_device("npu", here=False).ray_resource == "NPU"  # a head node may start NPU workers
+
+
+def test_auto_takes_the_best_device_that_is_there() -> None:
+    assert make_device("auto").name == ("cuda" if torch.cuda.is_available() else "cpu")

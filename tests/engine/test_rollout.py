@@ -1,0 +1,111 @@
+"""Rollout in vLLM with weights resharded from training: the same tokens and log-probs under every layout."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from examples.make_tiny_model import make_tiny_model
+from support.ranks import run_ranks
+from transformers import AutoModelForCausalLM
+
+from mindspeed_rl.config.model import ModelConfig
+from mindspeed_rl.config.schema import GenerateConfig, MegatronConfig, SamplingConfig
+from mindspeed_rl.types import RolloutBatch
+
+PROMPTS = [[6, 2, 7, 5], [9, 1, 8], [10, 5], [6, 6, 6, 6, 6], [11, 3], [12, 4, 9]]
+STOP = [0]
+MAX_TOKENS = 12
+LOG_PROB_TOLERANCE = 5e-6  # nats, float32: training against rollout kernels
+
+
+def rollout(rank: int, folder: str, train: dict[str, int], infer_tp: int, temperature: float) -> dict[str, Any]:
+    """Generate with the weights of `folder` after they went through the training engine, and score what came."""
+    from mindspeed_rl.checkpoint.hf import HFWeights
+    from mindspeed_rl.device.select import make_device
+    from mindspeed_rl.engine.base import GenerationRequest
+
+    device = make_device("cpu")
+    device.install()
+    from mindspeed_rl.engine.megatron.engine import MegatronEngine, initialize_parallel_state
+    from mindspeed_rl.engine.vllm.engine import VllmEngine
+
+    sampling = SamplingConfig(max_tokens=MAX_TOKENS, temperature=temperature)
+    cfg = GenerateConfig(infer_tensor_parallel_size=infer_tp, dtype="float32", max_model_len=64, sampling_config=sampling)
+    engine = VllmEngine(cfg, folder, device, seed=1, stop_tokens=STOP)
+    actor = MegatronConfig(**train)
+    initialize_parallel_state(actor)
+    with open(f"{folder}/config.json") as file:
+        model = ModelConfig.from_hf(json.load(file))
+    training = MegatronEngine(actor, model, device, 10, HFWeights(folder), with_reference=False)
+    prompts = [torch.tensor(prompt) for prompt in PROMPTS]
+    requests = [GenerationRequest(row, prompt, seed=100 + row) for row, prompt in enumerate(prompts)]
+    passes = []
+    for _ in range(2):  # the second pass overwrites weights that were generated with
+        engine.update_weights(training.export_weights(1 << 14))
+        done = {g.row: g for step in engine.generate(requests) for g in step}
+        passes.append([(done[row].tokens, done[row].log_probs) for row in range(len(PROMPTS))])
+    assert passes[0] == passes[1]
+    batch = RolloutBatch(prompts, [torch.tensor(tokens) for tokens, _ in passes[0]])
+    scored = training.log_probs(batch, 4, temperature or 1.0)
+    return {"tokens": [t for t, _ in passes[0]], "log_probs": [lp for _, lp in passes[0]], "scored": scored}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    root = tmp_path_factory.mktemp("models")
+    return {
+        "qwen2-tied": str(make_tiny_model(root / "qwen2-tied", tie=True)),
+        "qwen3": str(make_tiny_model(root / "qwen3", architecture="qwen3")),
+        "llama": str(make_tiny_model(root / "llama", architecture="llama")),
+    }
+
+
+@pytest.fixture(scope="module")
+def one_rank(folders: dict[str, str]) -> dict[str, Any]:
+    return run_ranks(1, rollout, folders["qwen2-tied"], {}, 1, 0.8)[0]
+
+
+def assert_rollout_equals_training(result: dict[str, Any]) -> None:
+    for reported, scored in zip(result["log_probs"], result["scored"], strict=True):
+        torch.testing.assert_close(torch.tensor(reported), scored, atol=LOG_PROB_TOLERANCE, rtol=0)
+
+
+def test_training_scores_what_rollout_sampled_the_same(one_rank: dict[str, Any]) -> None:
+    assert_rollout_equals_training(one_rank)
+    assert len({tuple(tokens) for tokens in one_rank["tokens"]}) > 1  # sampled, not constant
+
+
+def test_a_response_ends_with_its_stop_token(one_rank: dict[str, Any]) -> None:
+    for tokens in one_rank["tokens"]:
+        assert tokens[-1] in STOP or len(tokens) == MAX_TOKENS
+        assert not set(tokens[:-1]) & set(STOP)
+
+
+TP, PP = "tensor_model_parallel_size", "pipeline_model_parallel_size"
+
+
+@pytest.mark.parametrize(
+    ("train", "infer_tp"),
+    [({TP: 2}, 1), ({TP: 1}, 2), ({TP: 2}, 2), ({PP: 2}, 1)],
+    ids=["TP2-to-TP1", "TP1-to-TP2", "TP2-to-TP2", "PP2-to-TP1"],
+)
+def test_layouts_generate_the_same(
+    train: dict[str, int], infer_tp: int, folders: dict[str, str], one_rank: dict[str, Any]
+) -> None:
+    results = run_ranks(2, rollout, folders["qwen2-tied"], train, infer_tp, 0.8)
+    for result in results:
+        assert result["tokens"] == one_rank["tokens"]
+        if result["scored"] is not None:
+            assert_rollout_equals_training(result)
+    assert any(result["scored"] is not None for result in results)
+
+
+@pytest.mark.parametrize("family", ["qwen2-tied", "qwen3", "llama"])
+def test_greedy_output_equals_that_of_transformers(family: str, folders: dict[str, str]) -> None:
+    result = run_ranks(1, rollout, folders[family], {}, 1, 0.0)[0]
+    model = AutoModelForCausalLM.from_pretrained(Path(folders[family]))
+    for prompt, tokens in zip(PROMPTS, result["tokens"], strict=True):
+        expected = model.generate(torch.tensor([prompt]), max_new_tokens=MAX_TOKENS, do_sample=False, pad_token_id=0)
+        assert tokens == expected[0, len(prompt) :].tolist()

@@ -1,0 +1,217 @@
+"""The training engine against transformers, and every layout against one rank, in float32."""
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from examples.make_tiny_model import make_tiny_model
+from support.ranks import run_ranks
+from transformers import AutoModelForCausalLM
+
+from mindspeed_rl.algorithms.policy_objective import PolicyObjective
+from mindspeed_rl.common.metric import MetricSet
+from mindspeed_rl.config.model import ModelConfig
+from mindspeed_rl.config.schema import MegatronConfig, RLConfig
+from mindspeed_rl.resharding.names import parameter_table
+from mindspeed_rl.types import Denominators, RolloutBatch
+
+SEQUENCES = 8
+TEMPERATURE = 0.7
+LOG_PROB_TOLERANCE = 2e-6  # nats; float32, another order of summation
+LOSS_TOLERANCE = 1e-6
+WEIGHT_TOLERANCE = 2e-5  # after two Adam steps of 1e-3, which divide by the gradient's own size
+
+
+@dataclass(frozen=True)
+class Layout:
+    world: int
+    settings: dict[str, Any]
+    micro_batch_size: int = 2
+
+    def __str__(self) -> str:
+        named = {"tensor_model_parallel_size": "TP", "pipeline_model_parallel_size": "PP", "sequence_parallel": "SP"}
+        parts = [f"{named.get(key, key)}{value}" for key, value in self.settings.items()]
+        return "-".join([f"world{self.world}", *parts])
+
+
+def layout(world: int, micro_batch_size: int = 2, **settings: Any) -> Layout:
+    return Layout(world, settings, micro_batch_size)
+
+
+TP, PP = "tensor_model_parallel_size", "pipeline_model_parallel_size"
+LAYOUTS = [
+    layout(2),
+    layout(2, use_distributed_optimizer=False),
+    layout(2, 3, **{TP: 2}),
+    layout(2, 3, **{TP: 2}, sequence_parallel=True),
+    layout(2, **{PP: 2}),
+    layout(4, 3, **{TP: 2, PP: 2}),
+    layout(1, 4, recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1),
+    layout(1, 4, recompute_granularity="selective"),
+]
+
+
+def make_batch() -> RolloutBatch:
+    generator = torch.Generator().manual_seed(3)
+
+    def tokens(longest: int) -> torch.Tensor:
+        length = int(torch.randint(1, longest + 1, (1,), generator=generator))
+        return torch.randint(1, 16, (length,), generator=generator)
+
+    responses = [tokens(8) for _ in range(SEQUENCES)]
+    columns = {
+        "advantages": [torch.randn(len(r), generator=generator) for r in responses],
+        "loss_mask": [torch.ones(len(r)) for r in responses],
+        "reference_log_probs": [-torch.rand(len(r), generator=generator) - 2.5 for r in responses],
+    }
+    columns["loss_mask"][2].zero_()  # a sample whose scoring failed
+    return RolloutBatch([tokens(6) for _ in range(SEQUENCES)], responses, columns)
+
+
+def objective_loss(objective: PolicyObjective, denominators: Denominators) -> Any:
+    def loss(
+        micro: RolloutBatch, log_probs: torch.Tensor, entropy: torch.Tensor | None
+    ) -> tuple[torch.Tensor, MetricSet]:
+        columns = {name: torch.cat(values) for name, values in micro.columns.items()}
+        return objective(
+            log_probs=log_probs,
+            entropy=entropy,
+            old_log_probs=None,
+            ref_log_probs=columns["reference_log_probs"],
+            advantages=columns["advantages"],
+            mask=columns["loss_mask"],
+            response_lengths=micro.response_lengths,
+            denominators=denominators,
+            kl_coef=0.1,
+        )
+
+    return loss
+
+
+def train(rank: int, folder: str, settings: dict[str, Any], micro_batch_size: int, steps: int) -> dict[str, Any]:
+    """Log-probs, then `steps` optimizer steps, on one rank of a layout."""
+    from mindspeed_rl.checkpoint.hf import HFWeights
+    from mindspeed_rl.device.select import make_device
+
+    device = make_device("cpu")
+    device.install()
+    from mindspeed_rl.engine.megatron.engine import MegatronEngine, initialize_parallel_state
+
+    with open(f"{folder}/config.json") as file:
+        model = ModelConfig.from_hf(json.load(file))
+    cfg = MegatronConfig(lr=1e-3, clip_grad=0.0, **settings)
+    initialize_parallel_state(cfg)
+    engine = MegatronEngine(cfg, model, device, 10, HFWeights(folder), with_reference=True)
+    share = SEQUENCES // engine.data_parallel_size
+    mine = make_batch().slice(engine.data_parallel_rank * share, (engine.data_parallel_rank + 1) * share)
+    result: dict[str, Any] = {
+        "output": engine.is_output_rank,
+        "data_rank": engine.data_parallel_rank,
+        "log_probs": engine.log_probs(mine, micro_batch_size, TEMPERATURE),
+        "reference": engine.log_probs(mine, micro_batch_size, TEMPERATURE, reference=True),
+        "metrics": [],
+    }
+    tokens = engine.sum_over_data_parallel([float(torch.cat(mine.columns["loss_mask"]).sum())])[0]
+    loss = objective_loss(PolicyObjective(RLConfig(entropy_coeff=0.01)), Denominators(tokens, SEQUENCES - 1))
+    for step in range(steps):
+        result["metrics"].append(engine.train_mini_batch(mine, loss, micro_batch_size, TEMPERATURE, entropy=True))
+        if step == 0 and engine.data_parallel_size == 1:
+            result["gradients"] = {n: p.main_grad.clone() for n, p in engine.actor.module.named_parameters()}
+    result["weights"] = {name: tensor.clone() for name, tensor in engine.export_weights(1 << 14)}
+    return result
+
+
+def gather(results: list[dict[str, Any]], key: str) -> torch.Tensor:
+    """[R] values of all data-parallel ranks in order."""
+    by_rank = {result["data_rank"]: torch.cat(result[key]) for result in results if result["output"]}
+    return torch.cat([by_rank[rank] for rank in sorted(by_rank)])
+
+
+def merged(results: list[dict[str, Any]], step: int) -> dict[str, float]:
+    metrics = MetricSet()
+    for result in results:
+        metrics.merge(result["metrics"][step])
+    return metrics.finalize()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    # tied embeddings: the case in which pipeline stages share a weight and its gradient
+    return str(make_tiny_model(tmp_path_factory.mktemp("model") / "tied", tie=True))
+
+
+@pytest.fixture(scope="module")
+def one_rank(folder: str) -> list[dict[str, Any]]:
+    return run_ranks(1, train, folder, {}, SEQUENCES, 2)
+
+
+def hf_log_probs(model: torch.nn.Module, batch: RolloutBatch) -> list[torch.Tensor]:
+    results = []
+    for prompt, response in zip(batch.prompts, batch.responses, strict=True):
+        logits = model(torch.cat([prompt, response])[None]).logits[0, len(prompt) - 1 : -1] / TEMPERATURE
+        results.append(logits.log_softmax(-1))
+    return results
+
+
+def chosen(log_probs: list[torch.Tensor], batch: RolloutBatch) -> torch.Tensor:
+    picked = [lp.gather(-1, r[:, None])[:, 0] for lp, r in zip(log_probs, batch.responses, strict=True)]
+    return torch.cat(picked)
+
+
+@pytest.mark.parametrize("architecture", ["qwen2", "qwen3", "llama"])
+def test_log_probs_equal_those_of_transformers(architecture: str, tmp_path: Any) -> None:
+    folder = str(make_tiny_model(tmp_path / architecture, architecture=architecture))
+    result = run_ranks(1, train, folder, {}, 3, 0)
+    with torch.no_grad():
+        expected = chosen(hf_log_probs(AutoModelForCausalLM.from_pretrained(folder), make_batch()), make_batch())
+    for key in ("log_probs", "reference"):
+        torch.testing.assert_close(gather(result, key), expected, atol=LOG_PROB_TOLERANCE, rtol=0)
+
+
+def test_gradient_equals_autograd_of_the_textbook_loss(folder: str, one_rank: list[dict[str, Any]]) -> None:
+    batch, model = make_batch(), AutoModelForCausalLM.from_pretrained(folder)
+    all_log_probs = hf_log_probs(model, batch)
+    log_probs = chosen(all_log_probs, batch)
+    columns = {name: torch.cat(values) for name, values in batch.columns.items()}
+    entropy = torch.cat([-(lp.exp() * lp).sum(-1) for lp in all_log_probs])
+    difference = columns["reference_log_probs"] - log_probs
+    k3 = difference.exp() - difference - 1
+    ratio = (log_probs - log_probs.detach()).exp()
+    per_token = -columns["advantages"] * ratio + 0.1 * k3 - 0.01 * entropy
+    loss = (per_token * columns["loss_mask"]).sum() / columns["loss_mask"].sum()
+    loss.backward()
+    assert merged(one_rank, 0)["actor/loss"] == pytest.approx(loss.item(), abs=LOSS_TOLERANCE)
+
+    hf_gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    with open(f"{folder}/config.json") as file:
+        table = parameter_table(ModelConfig.from_hf(json.load(file)))
+    for parameter in table:
+        expected = parameter.from_hf([hf_gradients[name] for name in parameter.hf_names])
+        torch.testing.assert_close(one_rank[0]["gradients"][parameter.name], expected, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("micro_batch_size", [1, 2, 4])
+def test_gradient_does_not_depend_on_the_micro_batch(
+    micro_batch_size: int, folder: str, one_rank: list[dict[str, Any]]
+) -> None:
+    result = run_ranks(1, train, folder, {}, micro_batch_size, 1)[0]
+    for name, expected in one_rank[0]["gradients"].items():
+        torch.testing.assert_close(result["gradients"][name], expected, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("case", LAYOUTS, ids=str)
+def test_layouts_agree_with_one_rank(case: Layout, folder: str, one_rank: list[dict[str, Any]]) -> None:
+    results = run_ranks(case.world, train, folder, case.settings, case.micro_batch_size, 2)
+    for key in ("log_probs", "reference"):
+        torch.testing.assert_close(gather(results, key), gather(one_rank, key), atol=LOG_PROB_TOLERANCE, rtol=0)
+    for step in range(2):
+        found, expected = merged(results, step), merged(one_rank, step)
+        for name in ("actor/loss", "actor/pg_loss", "actor/kl", "actor/entropy", "actor/grad_norm"):
+            assert found[name] == pytest.approx(expected[name], abs=LOSS_TOLERANCE, rel=1e-6), (step, name)
+    for rank, result in enumerate(results):
+        for name, expected in one_rank[0]["weights"].items():
+            torch.testing.assert_close(
+                result["weights"][name], expected, atol=WEIGHT_TOLERANCE, rtol=0, msg=lambda m: f"rank {rank}: {m}"  # noqa: B023
+            )
