@@ -22,7 +22,7 @@ class Odd(Exception):
 def compute_score(prompt, response, label, **extra):
     if response == "hang": time.sleep(3600)
     if response == "c hang": re.match(r"(a+)+$", "a" * 40 + "b")
-    if response == "slow": time.sleep(0.4)
+    if response == "slow": time.sleep(0.8)
     if response == "exit": os._exit(0 if extra.get("clean") else 3)
     if response == "sys.exit": sys.exit("bye")
     if response == "kill": os.kill(os.getpid(), signal.SIGKILL)
@@ -45,7 +45,7 @@ def custom(tmp_path_factory):
     path.write_text(MISBEHAVE)
 
     def build(name="compute_score", **settings) -> RLConfig:
-        settings = {"verifier_function": ["custom"], "verifier_weight": [1.0], "verifier_timeout": 1.0, **settings}
+        settings = {"verifier_function": ["custom"], "verifier_weight": [1.0], "verifier_timeout": 2.0, **settings}
         return RLConfig(custom_reward_function=CustomRewardConfig(path=str(path), name=name), **settings)
 
     return build
@@ -65,8 +65,8 @@ def samples(*responses: str, **extra) -> list[RewardSample]:
 @pytest.mark.parametrize(
     ("response", "status", "message"),
     [
-        ("hang", Status.TIMEOUT, "1 s"),
-        ("c hang", Status.TIMEOUT, "1 s"),
+        ("hang", Status.TIMEOUT, "2 s"),
+        ("c hang", Status.TIMEOUT, "2 s"),
         ("exit", Status.CRASHED, "3"),
         ("kill", Status.CRASHED, "-9"),
         ("segfault", Status.CRASHED, "-11"),
@@ -81,7 +81,7 @@ def samples(*responses: str, **extra) -> list[RewardSample]:
 def test_failure_is_a_status_of_its_own_sample(manager, response, status, message):
     begin = time.monotonic()
     result = manager.score(samples("a", "b", response, "c", "true", "d"))
-    assert time.monotonic() - begin < 8
+    assert time.monotonic() - begin < 30  # two deadlines and two restarts, on a busy machine
     assert result.statuses["custom"] == [Status.OK] * 2 + [status] + [Status.OK] * 3
     assert message in result.messages["custom"][2]
     assert result.failed == [False, False, True, False, False, False]
@@ -100,7 +100,7 @@ def test_everything_at_once_with_two_processes(custom):
     with RewardManager(custom(verifier_parallel=2)) as manager:
         begin = time.monotonic()
         result = manager.score(samples(*bad, *["fine"] * 9))
-        assert time.monotonic() - begin < 20
+        assert time.monotonic() - begin < 60
         expected = {Status.OK: 9, Status.TIMEOUT: 1, Status.CRASHED: 4, Status.ERROR: 1, Status.NAN: 1}
         assert Counter(result.statuses["custom"]) == expected
         assert manager.score(samples("fine")).total == [0.5]  # and it goes on working
@@ -114,15 +114,15 @@ def test_a_clean_exit_is_a_failure_too(manager):
 
 
 def test_slow_samples_are_not_hanging_ones(manager):
-    result = manager.score(samples(*["slow"] * 8))  # 3.2 s of work in all
-    assert result.statuses["custom"] == [Status.OK] * 8
+    result = manager.score(samples(*["slow"] * 12))  # chunks of 2.4 s, with a deadline of 2 s
+    assert result.statuses["custom"] == [Status.OK] * 12
 
 
 def test_a_verifier_that_always_hangs_ends_with_the_call_deadline(custom):
-    with RewardManager(custom(stage_timeout_minutes=0.06)) as manager:
+    with RewardManager(custom(stage_timeout_minutes=0.3)) as manager:
         begin = time.monotonic()
         result = manager.score(samples(*["hang"] * 50))
-        assert time.monotonic() - begin < 6
+        assert time.monotonic() - begin < 30  # 9 s and a restart; one by one they would take 100
         assert result.statuses["custom"] == [Status.TIMEOUT] * 50
         assert manager.score(samples("fine")).total == [0.5]
 
