@@ -35,7 +35,7 @@ CONSUMERS = {
 def controllers():
     """Two controllers that start afresh on `reset`: starting an actor a test would be most of the time."""
     torch.set_num_threads(1)
-    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, object_store_memory=200 << 20)
+    ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False, object_store_memory=200 << 20)
 
     class Resettable(Controller):
         async def reset(self, spec):

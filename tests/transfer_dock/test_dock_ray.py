@@ -21,7 +21,7 @@ LARGE = 4_000_000  # int64: 32 MB a row
 @pytest.fixture(scope="module", autouse=True)
 def cluster():
     torch.set_num_threads(1)
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=300 << 20)
+    ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=300 << 20)
     yield
     ray.shutdown()
 
