@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ import torch
 from mindspeed_rl.config.schema import GenerateConfig
 from mindspeed_rl.device.base import Device
 from mindspeed_rl.engine.base import Generation, GenerationRequest
+from mindspeed_rl.engine.vllm.cpu import private_shared_memory, reload_weights
 
 
 class VllmEngine:
@@ -32,7 +34,12 @@ class VllmEngine:
         self.cfg, self.device = cfg, device
         self.stop_tokens = [] if cfg.sampling_config.ignore_eos else list(stop_tokens)
         self.can_sleep = device.name != "cpu"
-        self.llm = LLM(
+        with private_shared_memory() if device.name == "cpu" else nullcontext():
+            self.llm = LLM(**self._arguments(model_folder, seed))
+
+    def _arguments(self, model_folder: str, seed: int) -> dict[str, Any]:
+        cfg = self.cfg
+        return dict(
             model=model_folder,
             load_format="dummy",
             skip_tokenizer_init=not cfg.sampling_config.detokenize,
@@ -89,8 +96,7 @@ class VllmEngine:
 
     def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Take new weights, given under their Hugging Face names, and forget all cached prefixes."""
-        # on the CPU, layers are re-packed after loading, which only `reload_weights` knows how to undo
-        load = _reload_weights if self.device.name == "cpu" else _load_weights
+        load = reload_weights if self.device.name == "cpu" else _load_weights
         self.llm.collective_rpc(load, args=(weights,))
         self.llm.reset_prefix_cache()
 
@@ -103,14 +109,6 @@ class VllmEngine:
         """Take memory for `part`: "weights" or "kv_cache"."""
         if self.can_sleep:
             self.llm.wake_up(tags=[part])
-
-
-def _reload_weights(worker: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-    worker.reload_weights(weights_iterator=iter(weights))
-    model = worker.model_runner.model
-    if model.config.tie_word_embeddings:
-        # a tied output layer is not among the weights, and keeps a packed copy of the embedding: pack it anew
-        model.lm_head.quant_method.process_weights_after_loading(model.lm_head)
 
 
 def _load_weights(worker: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> None:

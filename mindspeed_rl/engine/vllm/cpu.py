@@ -1,0 +1,47 @@
+"""vLLM on the CPU: shared memory of its own for each run, and tied output layers after a weight update."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+
+@contextmanager
+def private_shared_memory() -> Iterator[None]:
+    """Build a tensor-parallel engine inside: its shared memory gets a name no other run uses, and is gone at exit.
+
+    vLLM names it after the way in which processes found each other, which is the same for every run in a process of
+    ours: a second run on the machine, or what a killed one left, would collide. Once all ranks have it mapped the
+    name is not needed any more; removed at once, nothing is left behind however the process ends.
+    """
+    from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
+
+    name: list[Any] = [f"mindspeed_rl_{uuid.uuid4().hex}"]
+    dist.broadcast_object_list(name, src=0)
+    original = _CPUSHMDistributed.make_group_name
+
+    def make_group_name(communicator: Any) -> str:
+        return f"/{name[0]}{original(communicator).replace('/', '')}"
+
+    _CPUSHMDistributed.make_group_name = staticmethod(make_group_name)
+    try:
+        yield
+    finally:
+        _CPUSHMDistributed.make_group_name = staticmethod(original)
+        dist.barrier()
+        for path in Path("/dev/shm").glob(f"{name[0]}*"):
+            path.unlink(missing_ok=True)  # another rank may have been faster
+
+
+def reload_weights(worker: Any, weights: Any) -> None:
+    """Load weights into layers that were re-packed after the last loading, which only vLLM's reload knows to undo."""
+    worker.reload_weights(weights_iterator=iter(weights))
+    model = worker.model_runner.model
+    if model.config.tie_word_embeddings:
+        # a tied output layer is not among the weights, and keeps a packed copy of the embedding: pack it anew
+        model.lm_head.quant_method.process_weights_after_loading(model.lm_head)
