@@ -50,6 +50,11 @@ stop_started() {
         kill -TERM "${pids[i]}" 2>/dev/null || true
         wait "${pids[i]}" 2>/dev/null || true
     done
+    # Ray leaves its note of the cluster behind, and programs on this machine would try to join what is gone
+    local note=${RAY_TMPDIR:-/tmp}/ray/ray_current_cluster
+    if [ ${#pids[@]} -gt 0 ] && [[ $(cat "$note" 2>/dev/null) == *":$port" ]]; then
+        rm -f "$note"
+    fi
 }
 trap stop_started EXIT
 trap 'exit 130' INT
