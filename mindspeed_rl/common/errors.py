@@ -56,7 +56,7 @@ class DockTimeout(MindSpeedRLError, TimeoutError):
 
 
 class WorkerFailed(MindSpeedRLError, RuntimeError):
-    """A worker died, raised or passed its deadline: names the rank (-1: the reward worker), the stage and the step."""
+    """A worker died, raised or passed its deadline: names rank (-1: the reward worker), stage and step."""
 
     exit_code = 3
 

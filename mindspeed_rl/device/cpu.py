@@ -78,7 +78,7 @@ class CpuDevice:
     def varlen_attention(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cu_seqlens: torch.Tensor, max_seqlen: int
     ) -> torch.Tensor:
-        """Pads to [B, heads, L, head dimension] for one SDPA call: under a causal mask, padding on the right is unseen."""
+        """Pads to [B, heads, L, dimension] for one SDPA call: a causal mask hides padding on the right by itself."""
         lengths = (cu_seqlens[1:] - cu_seqlens[:-1]).long()
         total = query.shape[0]
         row = torch.repeat_interleave(torch.arange(len(lengths)), lengths, output_size=total)

@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 
 _FACTORIES = (
-    "tensor empty zeros ones full arange rand randn randint linspace as_tensor empty_strided "
-    "zeros_like empty_like ones_like full_like"
-).split()
+    *("tensor", "as_tensor", "empty", "zeros", "ones", "full", "arange", "linspace", "rand", "randn", "randint"),
+    *("empty_strided", "empty_like", "zeros_like", "ones_like", "full_like"),
+)
 
 
 class _Stream:
@@ -67,9 +67,10 @@ def _redirect_tensors() -> None:
     for name in _FACTORIES:
         setattr(torch, name, _on_cpu(getattr(torch, name)))
 
-    original_to, original_type = torch.Tensor.to, torch.Tensor.type
+    original_to: Any = torch.Tensor.to
+    original_type: Any = torch.Tensor.type
 
-    def to(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def to(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if _is_cuda(kwargs.get("device")):
             kwargs["device"] = "cpu"
         cpu_args = ["cpu" if isinstance(arg, str | torch.device) and _is_cuda(arg) else arg for arg in args]
@@ -83,9 +84,9 @@ def _redirect_tensors() -> None:
 
     torch.Tensor.to = to  # type: ignore[method-assign,assignment]
     torch.Tensor.type = type_  # type: ignore[method-assign,assignment]
-    torch.Tensor.cuda = lambda self, *a, **k: self  # type: ignore[method-assign,assignment]
-    torch.Tensor.pin_memory = lambda self, *a, **k: self  # type: ignore[method-assign,assignment]
-    torch.nn.Module.cuda = lambda self, *a, **k: self  # type: ignore[method-assign,assignment]
+    torch.Tensor.cuda = lambda self, *a, **k: self  # type: ignore[method-assign]
+    torch.Tensor.pin_memory = lambda self, *a, **k: self  # type: ignore[method-assign]
+    torch.nn.Module.cuda = lambda self, *a, **k: self  # type: ignore[method-assign]
 
 
 def _redirect_cuda_module() -> None:
@@ -135,7 +136,7 @@ def _accept_tensor_split_sizes() -> None:
         sizes = [s.tolist() if isinstance(s, torch.Tensor) else s for s in (output_split_sizes, input_split_sizes)]
         return original(output, input, output_split_sizes=sizes[0], input_split_sizes=sizes[1], **kwargs)
 
-    dist.all_to_all_single = all_to_all_single
+    dist.all_to_all_single = all_to_all_single  # type: ignore[assignment]
 
 
 def redirect_cuda_to_cpu() -> None:

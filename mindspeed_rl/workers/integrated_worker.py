@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from mindspeed_rl.algorithms.mismatch import mismatch_metrics
 from mindspeed_rl.algorithms.policy_objective import PolicyObjective
-from mindspeed_rl.checkpoint.hf import HFWeights, write_hf
+from mindspeed_rl.checkpoint.hf import HFWeights
 from mindspeed_rl.checkpoint.state import CheckpointStore, load_rank
 from mindspeed_rl.common.logging import setup_logging
 from mindspeed_rl.common.metric import MetricSet
@@ -207,16 +207,6 @@ class IntegratedWorker:
         state = self.training.state_dict(optimizer=not actor.no_save_optim, rng=not actor.no_save_rng)
         CheckpointStore(root).write_rank(iteration, self.rank, state)
 
-    def save_hf(self, folder: str, source_folder: str) -> None:
-        """Write the actor as a Hugging Face folder."""
-        self.training.onload("param")
-        weights = self.training.export_weights(int(self.config.generate_config.resharding_bucket_mb * 2**20))
-        if self.rank == 0:
-            write_hf(folder, weights, source_folder)
-        else:
-            for _ in weights:  # the export is a collective: every rank walks through it
-                pass
-
     # ---- parts ---------------------------------------------------------------------------------------------------
 
     def _leave_rollout(self, timings: Timings) -> None:
@@ -295,7 +285,9 @@ class IntegratedWorker:
     def _put_generations(self, iteration: int, generations: list[Generation]) -> None:
         if not self.rollout_group.is_leader:
             return
-        columns: dict[str, list[Any]] = {"responses": [torch.tensor(g.tokens, dtype=torch.int64) for g in generations]}
+        columns: dict[str, list[Any]] = {
+            "responses": [torch.tensor(g.tokens, dtype=torch.int64) for g in generations]
+        }
         if self.sampling.logprobs:
             columns["rollout_log_probs"] = [torch.tensor(g.log_probs, dtype=torch.float32) for g in generations]
         if self.sampling.detokenize:

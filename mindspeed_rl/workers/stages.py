@@ -26,7 +26,6 @@ COLUMNS = {
 }
 
 
-
 @dataclass(frozen=True)
 class ScoringStage:
     """A stage in which the training engine computes log-probs of responses."""

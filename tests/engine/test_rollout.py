@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from examples.make_tiny_model import make_tiny_model
 from support.ranks import run_ranks
 from transformers import AutoModelForCausalLM
 
+from examples.make_tiny_model import make_tiny_model
 from mindspeed_rl.config.model import ModelConfig
 from mindspeed_rl.config.schema import GenerateConfig, MegatronConfig, SamplingConfig
 from mindspeed_rl.types import RolloutBatch
@@ -32,7 +32,9 @@ def rollout(rank: int, folder: str, train: dict[str, int], infer_tp: int, temper
     from mindspeed_rl.engine.vllm.engine import VllmEngine
 
     sampling = SamplingConfig(max_tokens=MAX_TOKENS, temperature=temperature)
-    cfg = GenerateConfig(infer_tensor_parallel_size=infer_tp, dtype="float32", max_model_len=64, sampling_config=sampling)
+    cfg = GenerateConfig(
+        infer_tensor_parallel_size=infer_tp, dtype="float32", max_model_len=64, sampling_config=sampling
+    )
     engine = VllmEngine(cfg, folder, device, seed=1, stop_tokens=STOP)
     actor = MegatronConfig(**train)
     initialize_parallel_state(actor)

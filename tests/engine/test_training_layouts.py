@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from examples.make_tiny_model import make_tiny_model
 from support.ranks import run_ranks
 from transformers import AutoModelForCausalLM
 
+from examples.make_tiny_model import make_tiny_model
 from mindspeed_rl.algorithms.policy_objective import PolicyObjective
 from mindspeed_rl.common.metric import MetricSet
 from mindspeed_rl.config.model import ModelConfig
@@ -213,5 +213,9 @@ def test_layouts_agree_with_one_rank(case: Layout, folder: str, one_rank: list[d
     for rank, result in enumerate(results):
         for name, expected in one_rank[0]["weights"].items():
             torch.testing.assert_close(
-                result["weights"][name], expected, atol=WEIGHT_TOLERANCE, rtol=0, msg=lambda m: f"rank {rank}: {m}"  # noqa: B023
+                result["weights"][name],
+                expected,
+                atol=WEIGHT_TOLERANCE,
+                rtol=0,
+                msg=lambda m: f"rank {rank}: {m}",  # noqa: B023
             )

@@ -5,6 +5,7 @@ import pickle
 import tempfile
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch.multiprocessing as mp
@@ -19,7 +20,7 @@ def _rank(rank: int, world: int, folder: str, function: Callable[..., Any], args
     try:
         dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world)
         result = function(rank, *args)
-    except BaseException:
+    except BaseException:  # reported in the parent, where the test fails
         with open(f"{folder}/error", "a") as file:
             file.write(f"rank {rank}:\n{traceback.format_exc()}")
         raise
@@ -33,9 +34,9 @@ def run_ranks(world: int, function: Callable[..., Any], *args: Any) -> list[Any]
     with tempfile.TemporaryDirectory() as folder:
         try:
             mp.spawn(_rank, (world, folder, function, args), nprocs=world)
-        except Exception:
-            errors = open(f"{folder}/error").read() if os.path.exists(f"{folder}/error") else ""
-            raise AssertionError(f"a rank failed\n{errors}") from None
+        except (mp.ProcessRaisedException, mp.ProcessExitedException) as failure:
+            errors = Path(folder, "error")
+            raise AssertionError(f"a rank failed: {errors.read_text() if errors.exists() else failure}") from None
         results = []
         for rank in range(world):
             with open(f"{folder}/{rank}", "rb") as file:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -18,6 +17,7 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, model_par
 from mindspeed_rl.algorithms.log_probs import vocab_parallel_log_probs
 from mindspeed_rl.checkpoint.hf import HFWeights
 from mindspeed_rl.common.errors import CheckpointError
+from mindspeed_rl.common.metric import MetricSet
 from mindspeed_rl.config.model import ModelConfig
 from mindspeed_rl.config.schema import MegatronConfig
 from mindspeed_rl.device.base import Device
@@ -26,7 +26,6 @@ from mindspeed_rl.engine.megatron.model import build_model
 from mindspeed_rl.engine.megatron.offload import HostMemory
 from mindspeed_rl.engine.megatron.optimizer import Optimizer
 from mindspeed_rl.engine.megatron.packing import PackedMicroBatch, pack
-from mindspeed_rl.common.metric import MetricSet
 from mindspeed_rl.resharding.export import Bucket, Topology, export_hf, plan_export
 from mindspeed_rl.resharding.layout import Layout as WeightLayout
 from mindspeed_rl.resharding.names import check_hf_names
@@ -38,7 +37,7 @@ def initialize_parallel_state(cfg: MegatronConfig) -> None:
     mpu.initialize_model_parallel(
         tensor_model_parallel_size=cfg.tensor_model_parallel_size,
         pipeline_model_parallel_size=cfg.pipeline_model_parallel_size,
-        distributed_timeout_minutes=int(timedelta(minutes=cfg.distributed_timeout_minutes).total_seconds() // 60) or 1,
+        distributed_timeout_minutes=max(1, round(cfg.distributed_timeout_minutes)),
     )
     model_parallel_cuda_manual_seed(cfg.seed)
 
@@ -191,7 +190,12 @@ class MegatronEngine:
         return [values for micro in results for values in micro] if self.is_output_rank else None
 
     def train_mini_batch(
-        self, batch: RolloutBatch, loss_function: LossFunction, micro_batch_size: int, temperature: float, entropy: bool
+        self,
+        batch: RolloutBatch,
+        loss_function: LossFunction,
+        micro_batch_size: int,
+        temperature: float,
+        entropy: bool,
     ) -> MetricSet:
         """One optimizer step on this data-parallel rank's share of a mini-batch.
 

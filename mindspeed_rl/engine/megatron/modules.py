@@ -52,7 +52,11 @@ class RMSNorm(torch.nn.Module):
 
 
 def _rotate_packed(
-    hidden: torch.Tensor, freqs: torch.Tensor, config: TransformerConfig, cu_seqlens: torch.Tensor | None = None, **_: Any
+    hidden: torch.Tensor,
+    freqs: torch.Tensor,
+    config: TransformerConfig,
+    cu_seqlens: torch.Tensor | None = None,
+    **_: Any,
 ) -> torch.Tensor:
     """Rotary embedding of packed tokens [T, heads, dimension] without a loop over the sequences."""
     assert cu_seqlens is not None, "training input is always packed"

@@ -95,7 +95,7 @@ class Optimizer:
         return kept
 
     def state_dict(self) -> dict[str, Any]:
-        """Main weights and moments of this rank's shard, in the optimizer's own order, and the schedule's position."""
+        """Main weights and moments of this rank's shard, in the optimizer's order, and the schedule's position."""
         shards = []
         for optimizer, parameter in self._parameters():
             state = optimizer.state.get(parameter, {})

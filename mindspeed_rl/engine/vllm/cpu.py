@@ -19,20 +19,21 @@ def private_shared_memory() -> Iterator[None]:
     ours: a second run on the machine, or what a killed one left, would collide. Once all ranks have it mapped the
     name is not needed any more; removed at once, nothing is left behind however the process ends.
     """
-    from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
+    from vllm.distributed.device_communicators import cpu_communicator
 
     name: list[Any] = [f"mindspeed_rl_{uuid.uuid4().hex}"]
     dist.broadcast_object_list(name, src=0)
-    original = _CPUSHMDistributed.make_group_name
+    shared_memory: Any = cpu_communicator._CPUSHMDistributed
+    original = shared_memory.make_group_name
 
     def make_group_name(communicator: Any) -> str:
         return f"/{name[0]}{original(communicator).replace('/', '')}"
 
-    _CPUSHMDistributed.make_group_name = staticmethod(make_group_name)
+    shared_memory.make_group_name = staticmethod(make_group_name)
     try:
         yield
     finally:
-        _CPUSHMDistributed.make_group_name = staticmethod(original)
+        shared_memory.make_group_name = staticmethod(original)
         dist.barrier()
         for path in Path("/dev/shm").glob(f"{name[0]}*"):
             path.unlink(missing_ok=True)  # another rank may have been faster

@@ -39,25 +39,25 @@ class VllmEngine:
 
     def _arguments(self, model_folder: str, seed: int) -> dict[str, Any]:
         cfg = self.cfg
-        return dict(
-            model=model_folder,
-            load_format="dummy",
-            skip_tokenizer_init=not cfg.sampling_config.detokenize,
-            trust_remote_code=cfg.trust_remote_code,
-            dtype=cfg.dtype,
-            tensor_parallel_size=cfg.infer_tensor_parallel_size,
-            distributed_executor_backend="external_launcher",
-            max_model_len=cfg.max_model_len,
-            max_num_seqs=cfg.max_num_seqs,
-            max_num_batched_tokens=cfg.max_num_batched_tokens,
-            enforce_eager=cfg.enforce_eager,
-            enable_prefix_caching=cfg.enable_prefix_caching,
-            gpu_memory_utilization=cfg.gpu_memory_utilization,
-            enable_sleep_mode=self.can_sleep,
-            logprobs_mode="processed_logprobs",  # after temperature and truncation: what was really sampled from
-            disable_log_stats=True,
-            seed=seed,
-        )
+        return {
+            "model": model_folder,
+            "load_format": "dummy",
+            "skip_tokenizer_init": not cfg.sampling_config.detokenize,
+            "trust_remote_code": cfg.trust_remote_code,
+            "dtype": cfg.dtype,
+            "tensor_parallel_size": cfg.infer_tensor_parallel_size,
+            "distributed_executor_backend": "external_launcher",
+            "max_model_len": cfg.max_model_len,
+            "max_num_seqs": cfg.max_num_seqs,
+            "max_num_batched_tokens": cfg.max_num_batched_tokens,
+            "enforce_eager": cfg.enforce_eager,
+            "enable_prefix_caching": cfg.enable_prefix_caching,
+            "gpu_memory_utilization": cfg.gpu_memory_utilization,
+            "enable_sleep_mode": self.can_sleep,
+            "logprobs_mode": "processed_logprobs",  # after temperature and truncation: what was really sampled from
+            "disable_log_stats": True,
+            "seed": seed,
+        }
 
     def _sampling_params(self, request: GenerationRequest) -> Any:
         from vllm import SamplingParams

@@ -1,0 +1,237 @@
+"""The whole thing as a user runs it: Ray, TransferDock, Megatron-core and vLLM, on two CPU ranks."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from examples.make_tiny_model import make_tiny_model
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+# numbers that must be the same for runs that do the same: what training computed, not how long it took
+TRAINING = re.compile(r"(actor|reward|response_length|prompt_length|rollout)/.*")
+SAME_IN_FLOAT32 = 2e-5  # other kernels or another order of summation, after few steps of lr 1e-3
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a tiny model and 16 prompts."""
+    folder = tmp_path_factory.mktemp("inputs")
+    make_tiny_model(folder / "model")
+    rows = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(4) for b in range(4)]
+    (folder / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "rewards.py").write_text(VERIFIERS)
+    return folder
+
+
+VERIFIERS = '''
+"""Scores that depend on what was sampled; one that sometimes fails; one that never differs."""
+import math, os, time
+
+def overlap(prompt, response, label, **extra):
+    return sum(c.isdigit() for c in response) / 8 + float(label in response)
+
+def faulty(prompt, response, label, **extra):
+    if prompt == "0+0=":
+        return math.nan
+    if prompt == "0+1=":
+        os._exit(7)
+    if prompt == "0+2=":
+        time.sleep(3600)
+    if prompt == "0+3=":
+        raise RuntimeError("no score")
+    return 0.5
+'''
+
+
+def command(inputs: Path, output: Path, *overrides: str) -> list[str]:
+    return [
+        sys.executable,
+        str(ROOT / "cli" / "train_grpo.py"),
+        "--config-name=grpo_trainer_tiny_cpu",
+        f"output_dir={output}",
+        f"megatron_training.data_path={inputs}/data.jsonl",
+        f"megatron_training.tokenizer_name_or_path={inputs}/model",
+        "megatron_training.train_iters=2",
+        "megatron_training.global_batch_size=8",
+        "megatron_training.save_interval=1000",
+        f"actor_config.load={inputs}/model",
+        f"actor_config.save={output}/checkpoints",
+        "actor_config.micro_batch_size=4",
+        "actor_config.lr=1e-3",
+        "rl_config.mini_batch_size=4",
+        "rl_config.n_samples_per_prompt=4",
+        "rl_config.init_kl_coef=0.05",
+        "rl_config.entropy_coeff=0.01",
+        "rl_config.actor_forward_micro_batch_size=4",
+        "rl_config.ref_forward_micro_batch_size=4",
+        "rl_config.verifier_function=[custom]",
+        f"rl_config.custom_reward_function.path={inputs}/rewards.py",
+        "rl_config.custom_reward_function.name=overlap",
+        *overrides,
+    ]
+
+
+def run(inputs: Path, output: Path, *overrides: str, name: str = "run") -> list[dict[str, Any]]:
+    """Metrics of every step of a run that must succeed."""
+    arguments = command(inputs, output, *overrides, f"run_name={name}")
+    done = subprocess.run(arguments, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return [json.loads(line) for line in (output / name / "metrics.jsonl").read_text().splitlines()]
+
+
+def training(step: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in step.items() if TRAINING.fullmatch(name)}
+
+
+@pytest.fixture(scope="module")
+def streaming(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """The run that others are compared with: four steps, stages overlapping."""
+    return run(inputs, tmp_path_factory.mktemp("streaming"), "megatron_training.train_iters=4")
+
+
+def test_a_run_reports_what_users_look_for(streaming: list[dict[str, Any]]) -> None:
+    assert [step["step"] for step in streaming] == [1, 2, 3, 4]
+    first, last = streaming[0], streaming[-1]
+    # generated ids are the trained ids: both engines give them the same log-probs
+    assert first["rollout/logprob_diff_max"] < 1e-5
+    # actor and reference start equal, and part as the actor trains
+    assert first["actor/kl"] < last["actor/kl"]
+    timings = "all rollout old_log_p reference_model update resharding_to_infer resharding_to_train adv rule_reward"
+    for name in timings.split():
+        assert last[f"timing/{name}"] >= 0
+    for name in ("e2e_tps", "update_tps", "vllm_tps", "grpo/score/mean", "custom_rewards/mean", "grad_norm"):
+        assert name in last
+    tokens = last["prompt_length/total"] + last["response_length/total"]
+    assert last["e2e_tps"] == pytest.approx(tokens / last["timing/all"] / 2)
+
+
+def test_blocking_stages_train_the_same_bit_for_bit(
+    inputs: Path, streaming: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    blocking = run(inputs, tmp_path, "rl_config.blocking=true")
+    assert [training(step) for step in blocking] == [training(step) for step in streaming[:2]]
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("actor_config.tensor_model_parallel_size=2",),
+        ("actor_config.pipeline_model_parallel_size=2",),
+        ("generate_config.infer_tensor_parallel_size=2",),
+    ],
+    ids=["TP2-to-TP1", "PP2-to-TP1", "DP2-to-TP2"],
+)
+def test_layouts_train_the_same(
+    overrides: tuple[str, ...], inputs: Path, streaming: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    for found, expected in zip(run(inputs, tmp_path, *overrides), streaming, strict=False):
+        exact = {
+            name: value
+            for name, value in training(expected).items()
+            if name.split("/")[0] not in ("actor", "rollout")
+        }
+        assert {name: found[name] for name in exact} == exact  # the same tokens were sampled
+        for name in ("actor/loss", "actor/pg_loss", "actor/kl", "actor/entropy", "actor/grad_norm"):
+            assert found[name] == pytest.approx(expected[name], abs=SAME_IN_FLOAT32, rel=SAME_IN_FLOAT32), name
+        assert found["rollout/logprob_diff_max"] < 1e-5
+
+
+def worker_processes(driver: int) -> list[psutil.Process]:
+    """The integrated workers below a driver; Ray names an actor's process after its class."""
+    return [p for p in psutil.Process(driver).children(recursive=True) if "IntegratedWorker" in " ".join(p.cmdline())]
+
+
+def test_a_killed_worker_ends_the_run_and_costs_nothing(
+    inputs: Path, streaming: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    process = subprocess.Popen(
+        command(inputs, tmp_path, "megatron_training.save_interval=1", "megatron_training.train_iters=1000"),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    latest = tmp_path / "checkpoints" / "latest"
+    deadline = time.monotonic() + 200
+    while not latest.exists() or int(re.findall(r"\d+", latest.read_text())[0]) < 2:
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    os.kill(worker_processes(process.pid)[0].pid, signal.SIGKILL)
+    killed = time.monotonic()
+    _, stderr = process.communicate(timeout=60)
+    assert time.monotonic() - killed < 60
+    assert process.returncode == 3
+    assert re.search(r"worker rank \d failed in stage '[a-z_ ]+' at step \d+: its process died", stderr), stderr[
+        -2000:
+    ]
+
+    # resuming from whatever was saved last reproduces the run that nobody killed
+    saved = int(re.findall(r"\d+", latest.read_text())[0])
+    total = max(4, saved + 1)
+    resumed = run(
+        inputs, tmp_path, f"megatron_training.train_iters={total}", "actor_config.resume=auto", "run_name=on"
+    )
+    del resumed
+    steps = metrics(tmp_path, "on")
+    assert steps[0]["step"] == saved + 1
+    for step in steps:
+        if step["step"] <= 4:
+            assert training(step) == training(streaming[step["step"] - 1])
+    assert steps[-1]["step"] == total
+
+
+def test_failing_verifiers_are_counted_and_do_not_train(inputs: Path, tmp_path: Path) -> None:
+    (step,) = run(
+        inputs,
+        tmp_path,
+        "megatron_training.train_iters=1",
+        "megatron_training.global_batch_size=16",
+        "megatron_training.no_shuffle=true",
+        "rl_config.mini_batch_size=16",
+        "rl_config.init_kl_coef=0",
+        "rl_config.entropy_coeff=0",
+        "rl_config.verifier_timeout=2",
+        "rl_config.custom_reward_function.name=faulty",
+    )
+    assert {name: step[f"reward_status/{name}"] for name in ("nan", "crashed", "timeout", "error", "ok")} == {
+        "nan": 4,
+        "crashed": 4,
+        "timeout": 4,
+        "error": 4,
+        "ok": 48,
+    }
+    assert step["reward_failed_samples"] == 16
+    assert step["reward/mean"] == 0.5  # failures are left out, not counted as 0
+    # all other rewards are equal: nothing to learn, and the update says so exactly
+    assert step["reward/zero_variance_groups"] == 1
+    assert step["actor/pg_loss"] == 0
+    assert step["grad_norm"] == 0
+
+
+def test_free_order_several_epochs_and_decoding_engine(inputs: Path, tmp_path: Path) -> None:
+    steps = run(
+        inputs,
+        tmp_path,
+        "rl_config.guarantee_order=false",
+        "rl_config.epochs=2",
+        "rl_config.kl_ctrl_type=adaptive",
+        "generate_config.sampling_config.detokenize=true",
+        "generate_config.sampling_config.logprobs=false",
+        "generate_config.per_request_seed=false",
+        "generate_config.offload_train_param=true",
+        "generate_config.offload_train_grad=true",
+        "generate_config.offload_train_optimizer=true",
+    )
+    assert len(steps) == 2
+    assert steps[1]["actor/kl_coef"] != steps[0]["actor/kl_coef"]
+    assert not any(name.startswith("rollout/logprob") for name in steps[0])
+    assert steps[0]["reward_status/ok"] == 32
