@@ -14,7 +14,7 @@ if [ ! -f "$model/model.safetensors" ]; then
 fi
 if [ ! -s "$data" ]; then
     python cli/make_data.py --output "$data" --task chain_sum --size 1000 --seed 0 \
-        --config min_terms=2 max_terms=3 min_digits=1 max_digits=2
+        --config min_terms=2 max_terms=2 min_digits=1 max_digits=1
 fi
 
 # shellcheck source=examples/train_and_plot.sh

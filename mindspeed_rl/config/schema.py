@@ -209,7 +209,7 @@ class GenerateConfig(Section):
         "bfloat16", description="element type of rollout weights and cache"
     )
     gpu_memory_utilization: Annotated[float, Field(gt=0, lt=1)] = Field(0.5, description="share of device memory")
-    cpu_kv_cache_gib: Annotated[float, Field(gt=0)] = Field(1.0, description="KV cache of one rank on device: cpu")
+    cpu_kv_cache_gib: Count = Field(1, description="KV cache of one rank on device: cpu, in GiB")
     num_scheduler_steps: Count = Field(1, description="only 1: the engine schedules at every step")
     per_request_seed: Switch = Field(
         True,

@@ -92,5 +92,5 @@ class Device(Protocol):
     def rms_norm(self, hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """Root-mean-square norm over the last dimension (Zhang & Sennrich 2019)."""
 
-    def vllm_environment(self, kv_cache_gib: float) -> dict[str, str]:
+    def vllm_environment(self, kv_cache_gib: int) -> dict[str, str]:
         """Environment that vLLM needs on this device, set before vllm is imported."""

@@ -94,9 +94,9 @@ class CpuDevice:
     def rms_norm(self, hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         return F.rms_norm(hidden, weight.shape, weight, eps)
 
-    def vllm_environment(self, kv_cache_gib: float) -> dict[str, str]:
+    def vllm_environment(self, kv_cache_gib: int) -> dict[str, str]:
         # binding threads to cores would put all ranks of a machine on the same ones
-        return {"VLLM_CPU_KVCACHE_SPACE": str(max(1, round(kv_cache_gib))), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+        return {"VLLM_CPU_KVCACHE_SPACE": str(kv_cache_gib), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 
 
 def _status_bytes(field: str) -> int:

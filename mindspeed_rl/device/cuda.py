@@ -94,5 +94,5 @@ class CudaDevice:
     def rms_norm(self, hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         return F.rms_norm(hidden, weight.shape, weight, eps)
 
-    def vllm_environment(self, kv_cache_gib: float) -> dict[str, str]:
+    def vllm_environment(self, kv_cache_gib: int) -> dict[str, str]:
         return {}

@@ -113,5 +113,5 @@ class NpuDevice:
 
         return torch_npu.npu_rms_norm(hidden, weight, epsilon=eps)[0]
 
-    def vllm_environment(self, kv_cache_gib: float) -> dict[str, str]:
+    def vllm_environment(self, kv_cache_gib: int) -> dict[str, str]:
         return {}

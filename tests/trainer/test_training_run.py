@@ -177,11 +177,7 @@ def test_a_killed_worker_ends_the_run_and_costs_nothing(
     # resuming from whatever was saved last reproduces the run that nobody killed
     saved = int(re.findall(r"\d+", latest.read_text())[0])
     total = max(4, saved + 1)
-    resumed = run(
-        inputs, tmp_path, f"megatron_training.train_iters={total}", "actor_config.resume=auto", "run_name=on"
-    )
-    del resumed
-    steps = metrics(tmp_path, "on")
+    steps = run(inputs, tmp_path, f"megatron_training.train_iters={total}", "actor_config.resume=auto", name="on")
     assert steps[0]["step"] == saved + 1
     for step in steps:
         if step["step"] <= 4:
