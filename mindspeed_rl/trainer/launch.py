@@ -26,6 +26,7 @@ from mindspeed_rl.device.base import Device
 from mindspeed_rl.device.select import make_device
 from mindspeed_rl.metrics.loggers import make_loggers
 from mindspeed_rl.resharding.names import check_hf_names
+from mindspeed_rl.rewards.manager import RewardManager
 from mindspeed_rl.trainer.grpo_trainer import GRPOTrainer
 from mindspeed_rl.trainer.report import StepReport
 from mindspeed_rl.trainer.run_folder import RunFolder, default_run_name
@@ -48,6 +49,7 @@ def run(config: Config, config_yaml: str, config_name: str) -> int:
     model, layout = resolve_model(config), derive_layout(config)
     # everything that can be wrong without a device is found before one is touched
     source, state = _choose_source(config)
+    RewardManager(config.rl_config).close()
     if (Path(source.weights) / "config.json").exists():
         check_hf_names(model, HFWeights(source.weights).names)
     tokenizer = load_tokenizer(
@@ -132,8 +134,14 @@ def _ray(config: Config, layout: Layout) -> Iterator[None]:
     local = int(2 * config.rl_config.num_cpus_for_local_task + 1)
     # on a small machine Ray must not wait for cores: its counts are for placement, they reserve nothing
     cpus = None if address else max(os.cpu_count() or 1, layout.world + local)
+    paths = [str(Path(__file__).resolve().parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
     ray.init(
-        address=address, num_cpus=cpus, include_dashboard=False, log_to_driver=False, logging_level=logging.WARNING
+        address=address or "local",  # a Ray that happens to run on this machine is joined only if it is named
+        num_cpus=cpus,
+        runtime_env={"env_vars": {"PYTHONPATH": os.pathsep.join(paths)}},  # a checkout need not be installed
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level=logging.WARNING,
     )
     try:
         yield
