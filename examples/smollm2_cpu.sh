@@ -13,8 +13,9 @@ if [ ! -f "$model/model.safetensors" ]; then
     python examples/make_smollm2.py --output "$model"
 fi
 if [ ! -s "$data" ]; then
-    python cli/make_data.py --output "$data" --task chain_sum --size 1000 --seed 0 \
-        --config min_terms=2 max_terms=2 min_digits=1 max_digits=1
+    python cli/make_data.py --output "$data" --task basic_arithmetic --size 1000 --seed 0 \
+        --config min_terms=2 max_terms=2 min_digits=1 max_digits=1 'operators=[+]' allow_parentheses=false \
+        --prompt-template 'What is {expression}?' --dedupe
 fi
 
 # shellcheck source=examples/train_and_plot.sh
