@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from mindspeed_rl.metrics.metric import Metric, MetricSet
+from mindspeed_rl.common.metric import Metric, MetricSet
 
 REFERENCE = {
     "mean": lambda x, w: (w * x).sum() / w.sum(),
