@@ -25,7 +25,7 @@ from mindspeed_rl.checkpoint.hf import HFWeights, write_hf
 from mindspeed_rl.checkpoint.state import CheckpointReader, CheckpointStore, is_checkpoint, open_checkpoint
 from mindspeed_rl.common.errors import CheckpointError, MindSpeedRLError
 from mindspeed_rl.config.model import ModelConfig
-from mindspeed_rl.resharding.layout import Layout
+from mindspeed_rl.resharding.layout import WeightLayout
 from mindspeed_rl.resharding.names import check_hf_names
 
 
@@ -80,7 +80,7 @@ def hf_to_mcore(load: Path, save: Path, tensor_parallel: int = 1, pipeline_paral
     except ValueError as error:
         raise CheckpointError(f"{load / 'config.json'}: {error}") from error
     check_hf_names(model, reader.names)
-    layout = Layout.even(model, tensor_parallel, pipeline_parallel)
+    layout = WeightLayout.even(model, tensor_parallel, pipeline_parallel)
     with new_folder(save) as root:
         store = CheckpointStore(root, load, model, layout)
         store.begin(0)
@@ -106,11 +106,13 @@ def mcore_to_hf(load: Path, save: Path) -> None:
     if reader.model is None or reader.hf_folder is None:
         raise CheckpointError(f"{reader.path} does not carry the model's shape and Hugging Face files")
     sizes = reader.layout
-    layout = Layout.even(reader.model, sizes["tp"], sizes["pp"], sizes["dp"])
+    layout = WeightLayout.even(reader.model, sizes["tp"], sizes["pp"], sizes["dp"])
     write_hf(save, _hf_tensors(reader, reader.model, layout), reader.hf_folder)
 
 
-def _hf_tensors(reader: CheckpointReader, model: ModelConfig, layout: Layout) -> Iterator[tuple[str, torch.Tensor]]:
+def _hf_tensors(
+    reader: CheckpointReader, model: ModelConfig, layout: WeightLayout
+) -> Iterator[tuple[str, torch.Tensor]]:
     for pp_rank in range(layout.pp):
         ranks = [layout.rank(tp_rank, pp_rank) for tp_rank in range(layout.tp)]
         states = [reader.load_rank(rank, mmap=True)["model"] for rank in ranks]

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from mindspeed_rl.common.errors import CheckpointError
 from mindspeed_rl.config.model import ModelConfig
-from mindspeed_rl.resharding.layout import Layout
+from mindspeed_rl.resharding.layout import WeightLayout
 from mindspeed_rl.resharding.names import Parameter, Shape
 
 ALIGNMENT = 16  # bytes; a multiple of every element size, so that each slot can be viewed in its own dtype
@@ -26,7 +26,7 @@ ALIGNMENT = 16  # bytes; a multiple of every element size, so that each slot can
 class Topology:
     """This rank's place in the layout and the groups it talks to (None where the size is 1)."""
 
-    layout: Layout
+    layout: WeightLayout
     tp_rank: int = 0
     pp_rank: int = 0
     tp_group: dist.ProcessGroup | None = None

@@ -10,7 +10,7 @@ from mindspeed_rl.resharding.names import TIED_OUTPUT, Parameter, local_name, ma
 
 
 @dataclass(frozen=True)
-class Layout:
+class WeightLayout:
     """Ranks are numbered as Megatron does: tensor parallel fastest, then data, then pipeline parallel."""
 
     tp: int
@@ -18,7 +18,7 @@ class Layout:
     dp: int = 1  # replicas: ranks that hold the same weights
 
     @classmethod
-    def even(cls, model: ModelConfig, tp: int = 1, pp: int = 1, dp: int = 1) -> Layout:
+    def even(cls, model: ModelConfig, tp: int = 1, pp: int = 1, dp: int = 1) -> WeightLayout:
         """The same number of layers on every stage.
 
         Raises:

@@ -10,7 +10,7 @@ import torch.multiprocessing as mp
 from mindspeed_rl.common.errors import CheckpointError
 from mindspeed_rl.config.model import ModelConfig
 from mindspeed_rl.resharding.export import Topology, export_hf, plan_export
-from mindspeed_rl.resharding.layout import Layout
+from mindspeed_rl.resharding.layout import WeightLayout
 from mindspeed_rl.resharding.names import parameter_table
 
 torch.set_num_threads(1)
@@ -105,9 +105,9 @@ def export_and_compare(rank, layout, models, rendezvous):
 @pytest.mark.parametrize(
     "layout",
     [
-        Layout(2, (range(0, 3),)),
-        Layout(1, (range(0, 1), range(1, 3))),
-        Layout(2, (range(0, 2), range(2, 3))),
+        WeightLayout(2, (range(0, 3),)),
+        WeightLayout(1, (range(0, 1), range(1, 3))),
+        WeightLayout(2, (range(0, 2), range(2, 3))),
     ],
     ids=["tp2", "pp2", "tp2pp2"],
 )
@@ -118,7 +118,7 @@ def test_every_rank_gets_every_tensor_bit_for_bit(layout, tmp_path):
 
 def test_one_rank_copies_no_more_than_the_layout_needs():
     model = tiny_model(architecture="LlamaForCausalLM")
-    layout = Layout.even(model)
+    layout = WeightLayout.even(model)
     weights = full_weights(model)
     local = shards_of(weights, model, layout, 0, 0)
     exported = dict(export_hf(local, model, Topology(layout), BUCKET))
@@ -130,7 +130,7 @@ def test_one_rank_copies_no_more_than_the_layout_needs():
 
 def test_buckets_hold_all_shards_within_their_size():
     model = tiny_model()
-    layout = Layout.even(model)
+    layout = WeightLayout.even(model)
     local = shards_of(full_weights(model), model, layout, 0, 0)
     plan = plan_export(local, model, Topology(layout), BUCKET)
     slots = [slot for bucket in plan for slot in bucket.slots]
@@ -146,7 +146,7 @@ def test_buckets_hold_all_shards_within_their_size():
 
 def test_parameters_that_do_not_fit_the_table_are_named():
     model = tiny_model()
-    layout = Layout.even(model)
+    layout = WeightLayout.even(model)
     local = dict(shards_of(full_weights(model), model, layout, 0, 0))
     topology = Topology(layout)
     final = local.pop("decoder.final_layernorm.weight")

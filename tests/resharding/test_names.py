@@ -8,7 +8,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from mindspeed_rl.common.errors import CheckpointError
 from mindspeed_rl.config.model import ModelConfig
-from mindspeed_rl.resharding.layout import Layout
+from mindspeed_rl.resharding.layout import WeightLayout
 from mindspeed_rl.resharding.names import check_hf_names, global_name, local_name, parameter_table
 
 torch.set_num_threads(1)
@@ -130,7 +130,7 @@ def test_layer_indices_of_a_stage():
 
 def test_stages_own_every_parameter_once():
     config = shape_of(hf_model("qwen3", tie_word_embeddings=True))
-    layout = Layout(1, (range(0, 1), range(1, 4)))  # uneven
+    layout = WeightLayout(1, (range(0, 1), range(1, 4)))  # uneven
     owned = [layout.owned(config, stage) for stage in range(2)]
     names = [parameter.name for stage in owned for parameter in stage.values()]
     assert sorted(names) == sorted(parameter.name for parameter in parameter_table(config))
@@ -143,7 +143,7 @@ def test_stages_own_every_parameter_once():
 
 
 def test_ranks_of_a_layout():
-    layout = Layout(2, (range(0, 2), range(2, 4)), dp=3)
+    layout = WeightLayout(2, (range(0, 2), range(2, 4)), dp=3)
     assert layout.world == 12
     assert [layout.coordinates(rank) for rank in (0, 1, 2, 6)] == [(0, 0, 0), (1, 0, 0), (0, 0, 1), (0, 1, 0)]
     assert all(layout.rank(*layout.coordinates(rank)) == rank for rank in range(12))
@@ -162,7 +162,7 @@ def test_wrong_sizes_are_named():
     with pytest.raises(CheckpointError, match=r"rank 1 of 2 has shape \(3,\), expected \(32, 32\)"):
         qkv.unshard([torch.rand(32, 32), torch.rand(3)])
     with pytest.raises(CheckpointError, match="4 layers cannot be divided evenly over 3 pipeline stages"):
-        Layout.even(config, pp=3)
+        WeightLayout.even(config, pp=3)
 
 
 def test_checkpoints_with_missing_or_unexpected_tensors_are_refused():

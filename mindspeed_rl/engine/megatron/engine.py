@@ -27,7 +27,7 @@ from mindspeed_rl.engine.megatron.offload import HostMemory
 from mindspeed_rl.engine.megatron.optimizer import Optimizer
 from mindspeed_rl.engine.megatron.packing import PackedMicroBatch, pack
 from mindspeed_rl.resharding.export import Bucket, Topology, export_hf, plan_export
-from mindspeed_rl.resharding.layout import Layout as WeightLayout
+from mindspeed_rl.resharding.layout import WeightLayout
 from mindspeed_rl.resharding.names import check_hf_names
 from mindspeed_rl.types import RolloutBatch
 

@@ -14,7 +14,7 @@ from mindspeed_rl.config.model import ModelConfig
 from mindspeed_rl.config.schema import MegatronConfig
 from mindspeed_rl.device.base import Device
 from mindspeed_rl.engine.megatron.modules import PackedAttention, RMSNorm, use_packed_rotary_embedding
-from mindspeed_rl.resharding.layout import Layout as WeightLayout
+from mindspeed_rl.resharding.layout import WeightLayout
 
 
 def transformer_config(cfg: MegatronConfig, model: ModelConfig, device: Device) -> TransformerConfig:
