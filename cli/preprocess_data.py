@@ -6,7 +6,6 @@ The name is that of a YAML in `configs/datasets`, or a path to one's own.
 from __future__ import annotations
 
 import argparse
-import importlib.resources
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,6 +20,7 @@ from pydantic import ValidationError
 from yaml import YAMLError
 
 from mindspeed_rl.common.errors import ConfigError, MindSpeedRLError, Violation
+from mindspeed_rl.config.compose import shipped_configs
 from mindspeed_rl.data.preprocess import PreprocessConfig, preprocess
 
 
@@ -49,9 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _find(name: str) -> Path:
-    checkout = Path(__file__).resolve().parent.parent / "configs"
-    ours = checkout if checkout.is_dir() else Path(str(importlib.resources.files("mindspeed_rl") / "_configs"))
-    folder = ours / "datasets"
+    folder = shipped_configs() / "datasets"
     for candidate in (Path(name), folder / f"{name}.yaml"):
         if candidate.is_file():
             return candidate

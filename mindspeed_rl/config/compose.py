@@ -103,11 +103,16 @@ def validate(raw: Any, *, files_exist: bool = False) -> Config:
     return config
 
 
-def _search_folders(config_dir: str | None) -> list[Path]:
-    """Folders searched for configurations, first match wins."""
+def shipped_configs() -> Path:
+    """The folder of the configurations that come with the package, or of a checkout."""
     package = Path(mindspeed_rl.__file__).parent
     installed = package / "_configs"  # beside an installed package, `configs` could be anybody's
-    ours = installed if installed.is_dir() else package.parent / "configs"
+    return installed if installed.is_dir() else package.parent / "configs"
+
+
+def _search_folders(config_dir: str | None) -> list[Path]:
+    """Folders searched for configurations, first match wins."""
+    ours = shipped_configs()
     folders = [ours / "grpo", ours]
     if config_dir is not None:
         user = Path(config_dir).resolve()

@@ -16,7 +16,7 @@ from mindspeed_rl.config.model import ModelConfig
 from mindspeed_rl.config.schema import Config
 
 # A checkpoint of this trainer: `latest` names the newest of a root's, `manifest.json` completes a single one
-_LATEST, _MANIFEST, _HF_FOLDER = "latest", "manifest.json", "hf"
+LATEST, MANIFEST, HF_FOLDER = "latest", "manifest.json", "hf"
 
 
 def actor_path(cfg: Config, key: str) -> str:
@@ -81,10 +81,10 @@ def checkpoint_model(cfg: Config) -> ModelConfig | None:
 
 def _config_json(load: str) -> Path | None:
     """The config.json of a Hugging Face folder, of a checkpoint, or of the newest checkpoint below a root."""
-    folders = [Path(load), Path(load) / _HF_FOLDER]
-    latest = Path(load) / _LATEST
+    folders = [Path(load), Path(load) / HF_FOLDER]
+    latest = Path(load) / LATEST
     if latest.is_file():
-        folders.append(Path(load) / latest.read_text(encoding="utf-8").strip() / _HF_FOLDER)
+        folders.append(Path(load) / latest.read_text(encoding="utf-8").strip() / HF_FOLDER)
     return next((folder / "config.json" for folder in folders if (folder / "config.json").is_file()), None)
 
 
@@ -98,13 +98,8 @@ def _contradictions(cfg: Config, name: str, preset: ModelConfig, stored: ModelCo
         yield Violation(f"model.{name}.{key}", ours, message, f"set {actor_path(cfg, 'model')} = auto")
 
 
-def check_files(cfg: Config, broken: Sequence[str] = ()) -> list[Violation]:
-    """Everything wrong with the named paths on this machine; keys in `broken` are left out."""
-    return [*missing_files(cfg, broken), *unusable_files(cfg, broken)]
-
-
 def missing_files(cfg: Config, broken: Sequence[str] = ()) -> list[Violation]:
-    """Named paths that are not on this machine."""
+    """Named paths that are not on this machine; keys in `broken` are left out."""
     actor, custom = cfg.actor, cfg.rl_config.custom_reward_function
     data = [actor.data_path] if isinstance(actor.data_path, str) else actor.data_path or []
     named = [
@@ -126,7 +121,7 @@ def missing_files(cfg: Config, broken: Sequence[str] = ()) -> list[Violation]:
 
 
 def unusable_files(cfg: Config, broken: Sequence[str] = ()) -> list[Violation]:
-    """Named folders that are on this machine but hold nothing of use."""
+    """Named folders that are on this machine but hold nothing of use; keys in `broken` are left out."""
     found = [*_unusable_tokenizer(cfg), *_unusable_checkpoint(cfg)]
     return [violation for violation in found if not touches(violation.path, broken)]
 
@@ -142,8 +137,8 @@ def _unusable_checkpoint(cfg: Config) -> Iterator[Violation]:
     load = cfg.actor.load
     if not load or not Path(load).is_dir() or _config_json(load):
         return
-    if not any((Path(load) / name).is_file() for name in (_LATEST, _MANIFEST)):
-        message = f"holds neither config.json (Hugging Face) nor {_LATEST} (checkpoints of this trainer)"
+    if not any((Path(load) / name).is_file() for name in (LATEST, MANIFEST)):
+        message = f"holds neither config.json (Hugging Face) nor {LATEST} (checkpoints of this trainer)"
         yield Violation(actor_path(cfg, "load"), load, message)
     elif cfg.actor.model == "auto":
         message = f"load = {load!r} is a checkpoint without a config.json to read the shape from"

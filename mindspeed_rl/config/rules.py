@@ -17,8 +17,6 @@ from mindspeed_rl.config.files import actor_path, checkpoint_model, resolve_mode
 from mindspeed_rl.config.model import ModelConfig
 from mindspeed_rl.config.schema import Config, RLConfig
 
-__all__ = ["RULES", "VERIFIERS", "Rule", "check", "resolve_model"]
-
 VERIFIERS = (
     "acc",
     "format",

@@ -39,7 +39,6 @@ class TrainingEngine(Protocol):
 
     is_output_rank: bool  # one rank of each model replica: log-probs and metrics come from it
     data_parallel_rank: int
-    data_parallel_size: int
 
     def log_probs(
         self, batch: RolloutBatch, micro_batch_size: int, temperature: float, reference: bool = False
@@ -62,11 +61,21 @@ class TrainingEngine(Protocol):
     def export_weights(self, bucket_bytes: int) -> Iterator[tuple[str, torch.Tensor]]:
         """All weights under their Hugging Face names, in the same order on every rank (a collective)."""
 
+    def offload(self, part: str) -> None:
+        """Move "param", "grad" or "optimizer" off the device (gradients are dropped); a no-op if it is away."""
+
+    def onload(self, part: str) -> None:
+        """Bring "param", "grad" or "optimizer" back; a no-op if it is not away."""
+
     def state_dict(self, optimizer: bool, rng: bool) -> dict[str, Any]:
         """This rank's state, as tensors and plain Python values."""
 
     def load_state_dict(self, state: dict[str, Any], optimizer: bool, rng: bool) -> None:
-        """Restore what `state_dict` returned."""
+        """Restore what `state_dict` returned.
+
+        Raises:
+            CheckpointError: it belongs to another model or layout, or a part that was asked for is not there.
+        """
 
 
 class GenerationEngine(Protocol):

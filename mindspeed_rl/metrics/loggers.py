@@ -24,7 +24,7 @@ METRICS_FILE = "metrics.jsonl"
 SAMPLES_FILE = "samples.jsonl"
 DEFAULT_PROJECT = "mindspeed_rl"
 
-Sample = Mapping[str, Any]  # e.g. prompt, response, answer, reward
+Sample = Mapping[str, Any]  # prompt, response, label, reward
 
 
 class MetricLogger(Protocol):
@@ -34,7 +34,7 @@ class MetricLogger(Protocol):
         """Record the finalised metrics of one step."""
 
     def log_samples(self, step: int, samples: Sequence[Sample]) -> None:
-        """Record generated samples: mappings with keys such as prompt, response, answer, reward."""
+        """Record generated samples, with whatever keys they have."""
 
     def close(self) -> None:
         """Flush and release everything."""

@@ -61,16 +61,17 @@ class GRPOTrainer:
         self.sampler = PromptSampler(len(dataset), actor.global_batch_size, actor.seed, shuffle=not actor.no_shuffle)
         self.kl_controller = make_kl_controller(self.rl)
         self.iteration = 0  # iterations completed
+        self._waited: dict[str, float] = {}  # seconds that stages have waited for the dock so far
 
     def fit(self) -> None:
         """Train until `train_iters` iterations are complete."""
         while self.iteration < self.config.actor.train_iters:
-            report, start = self.new_report(), time.perf_counter()
+            report, start, kl_coef = self.new_report(), time.perf_counter(), self.kl_controller.value
             self._train_iteration(report)
             report.seconds["all"] = time.perf_counter() - start
             self.iteration += 1
-            self._log(report)
-            self._save_if_due()
+            self._save_if_due(report)
+            self._log(report, kl_coef)
 
     def _train_iteration(self, report: StepReport) -> None:
         self._put_prompts()
@@ -115,8 +116,12 @@ class GRPOTrainer:
     def _wait(self, stage: str, futures: dict[Any, int]) -> list[Any]:
         return flatten(wait(futures, stage, self.iteration, self.rl.stage_timeout_minutes))
 
-    def _log(self, report: StepReport) -> None:
-        metrics = report.finalize(self.dock.stats(), self.kl_controller.value)
+    def _log(self, report: StepReport, kl_coef: float) -> None:
+        waited = self.dock.stats()["wait_seconds"]
+        for stage, seconds in waited.items():
+            report.dock_wait[stage] = seconds - self._waited.get(stage, 0.0)
+        self._waited = waited
+        metrics = report.finalize(kl_coef)
         for logger in self.loggers:
             logger.log(self.iteration, metrics)
         interval = self.rl.sample_log_interval
@@ -126,13 +131,15 @@ class GRPOTrainer:
 
     # ---- checkpoints ---------------------------------------------------------------------------------------------
 
-    def _save_if_due(self) -> None:
+    def _save_if_due(self, report: StepReport) -> None:
         actor = self.config.actor
         due = self.iteration % actor.save_interval == 0 or self.iteration == actor.train_iters
         if self.store and due:
+            start = time.perf_counter()
             self.store.begin(self.iteration)
             self._run("save", "save", str(self.store.root), self.iteration)
             self.store.commit(self.iteration, self.state_dict())
+            report.seconds["save"] = time.perf_counter() - start
 
     def state_dict(self) -> dict[str, Any]:
         """What the driver must remember to go on exactly: position in the data, KL coefficient."""

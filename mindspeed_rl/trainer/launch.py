@@ -17,8 +17,8 @@ from mindspeed_rl.checkpoint.hf import HFWeights
 from mindspeed_rl.checkpoint.state import CheckpointStore
 from mindspeed_rl.common.errors import CheckpointError, ConfigError, Violation
 from mindspeed_rl.common.logging import setup_logging
+from mindspeed_rl.config.files import resolve_model
 from mindspeed_rl.config.layout import Layout, derive_layout
-from mindspeed_rl.config.rules import resolve_model
 from mindspeed_rl.config.schema import Config
 from mindspeed_rl.data.prompts import load_prompts
 from mindspeed_rl.data.tokenizer import check_tokenizer, load_tokenizer
@@ -63,6 +63,10 @@ def run(config: Config, config_yaml: str, config_name: str) -> int:
 
     folder = RunFolder(config.output_dir, config.run_name or default_run_name(config_name), config_yaml)
     setup_logging(folder.logs, "driver")
+    logger.info("%s", layout)
+    logger.info("%s", source)
+    limit = config.rl_config.max_prompt_length
+    print(f"prompts: {len(dataset)}; dropped as longer than {limit} tokens: {dataset.dropped_too_long}")
     with ExitStack() as stack:
         stack.enter_context(_ray(config, layout))
         device = _device(config, layout)
@@ -76,6 +80,7 @@ def run(config: Config, config_yaml: str, config_name: str) -> int:
         minutes = config.rl_config.start_timeout_minutes
         arguments = (workers.address(), dock, source, _stop_tokens(tokenizer, source.hf_folder))
         workers.run("start", 0, "start", *arguments, timeout_minutes=minutes)
+        logger.info("%d workers are up on %s", layout.world, device.name)
 
         loggers = make_loggers(config.rl_config, folder.path, actor.train_iters)
         for each in loggers:

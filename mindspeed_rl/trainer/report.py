@@ -22,6 +22,7 @@ class StepReport:
         self.config, self.layout, self.model = config, layout, model
         self.metrics = MetricSet()
         self.seconds: dict[str, float] = {}  # stages of the driver
+        self.dock_wait: dict[str, float] = {}  # stage -> seconds that its claims waited for rows
         self.samples: list[dict[str, Any]] = []
         self.sequence_lengths: list[int] = []
         self.peak_flops: float | None = None
@@ -49,12 +50,12 @@ class StepReport:
         metric = self.metrics.get("actor/kl", Metric(0.0, 0.0, "mean"))
         return metric.result or 0.0
 
-    def finalize(self, dock: Mapping[str, Any], kl_coef: float) -> dict[str, float]:
+    def finalize(self, kl_coef: float) -> dict[str, float]:
         """All metrics of the step by name, MindSpeed RL's aliases included."""
         result = self.metrics.finalize()
         result["actor/kl_coef"] = kl_coef
         result |= {f"timing/{stage}": value for stage, value in self._stage_seconds().items()}
-        result |= {f"dock/wait/{stage}": value for stage, value in dock["wait_seconds"].items()}
+        result |= {f"dock/wait/{stage}": value for stage, value in self.dock_wait.items()}
         result |= self._throughput(result)
         return with_aliases(result)
 

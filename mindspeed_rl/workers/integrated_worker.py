@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import resource
 import socket
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from mindspeed_rl.algorithms.aggregation import count
 from mindspeed_rl.algorithms.mismatch import mismatch_metrics
 from mindspeed_rl.algorithms.policy_objective import PolicyObjective
 from mindspeed_rl.checkpoint.hf import HFWeights
@@ -30,7 +32,7 @@ from mindspeed_rl.workers.control import ControlGroup
 from mindspeed_rl.workers.stages import SCORING, scoring_stages, uses_reference
 
 if TYPE_CHECKING:
-    from mindspeed_rl.engine.base import Generation
+    from mindspeed_rl.engine.base import Generation, GenerationEngine, TrainingEngine
 
 # engine steps between two looks at the dock while generating
 STEPS_BETWEEN_SCORING = 8
@@ -66,7 +68,7 @@ class IntegratedWorker:
         setup_logging(log_folder, f"rank_{rank:05d}", capture=True)
         self.rank, self.config, self.layout, self.model = rank, config, layout, model
         self.rl, self.sampling = config.rl_config, config.generate_config.sampling_config
-        self.temperature = self.sampling.temperature or 1.0  # greedy responses are scored under the plain policy
+        self.temperature = self.sampling.temperature
 
     # ---- start-up ------------------------------------------------------------------------------------------------
 
@@ -110,10 +112,12 @@ class IntegratedWorker:
         generate, actor = self.config.generate_config, self.config.actor
         replica_seed = actor.seed + self.layout.rollout_replica(self.rank)
         # vLLM first: it measures free memory, which is all there at this point
-        self.rollout = VllmEngine(generate, source.hf_folder, self.device, replica_seed, stop_tokens)
+        self.rollout: GenerationEngine = VllmEngine(
+            generate, source.hf_folder, self.device, replica_seed, stop_tokens
+        )
         self.rollout.sleep()
         initialize_parallel_state(actor)
-        self.training = MegatronEngine(
+        self.training: TrainingEngine = MegatronEngine(
             actor,
             self.model,
             self.device,
@@ -252,9 +256,9 @@ class IntegratedWorker:
         from mindspeed_rl.engine.base import GenerationRequest
 
         share, timeout = self.layout.rollout_replica(self.rank), 60 * self.rl.stage_timeout_minutes
-        count = self.layout.sequences_per_iteration
+        rows = self.layout.sequences_per_iteration
         while True:
-            claim = self.rollout_group.share(lambda: self.dock.claim("rollout", iteration, count, share, timeout))
+            claim = self.rollout_group.share(lambda: self.dock.claim("rollout", iteration, rows, share, timeout))
             if claim is None:
                 return
             prompts = self.dock.get(claim, ("prompt_ids",))["prompt_ids"]
@@ -262,14 +266,18 @@ class IntegratedWorker:
                 GenerationRequest(row, prompt, self._seed(iteration, row))
                 for row, prompt in zip(claim.rows, prompts, strict=True)
             ]
-            waiting = {row: row // self.rl.n_samples_per_prompt for row in claim.rows}
-            complete: dict[int, list[Generation]] = {}
+            group_size = self.rl.n_samples_per_prompt
+            claimed = Counter(row // group_size for row in claim.rows)  # a share may end within a group
+            finished: dict[int, list[Generation]] = {}
             for generations in self.rollout.generate(requests):
+                complete: list[Generation] = []
                 for generation in generations:
-                    complete.setdefault(waiting.pop(generation.row), []).append(generation)
-                whole = [group for group in complete if group not in waiting.values()] if generations else []
-                if whole:
-                    self._put_generations(iteration, [g for group in whole for g in complete.pop(group)])
+                    group = generation.row // group_size
+                    finished.setdefault(group, []).append(generation)
+                    if len(finished[group]) == claimed[group]:
+                        complete += finished.pop(group)
+                if complete:
+                    self._put_generations(iteration, complete)
                 yield True
             if self.rollout_group.is_leader:
                 self.dock.ack(claim)
@@ -323,9 +331,8 @@ class IntegratedWorker:
             self.dock.ack(claim)
 
     def _train(self, batch: RolloutBatch, kl_coef: float) -> MetricSet:
-        masks = batch.columns["loss_mask"]
-        local = [sum(float(mask.sum()) for mask in masks), float(sum(bool(mask.any()) for mask in masks))]
-        denominators = Denominators(*self.training.sum_over_data_parallel(local))
+        local = count(torch.cat(batch.columns["loss_mask"]), batch.response_lengths)
+        denominators = Denominators(*self.training.sum_over_data_parallel([local.tokens, local.sequences]))
 
         def loss(
             micro: RolloutBatch, log_probs: torch.Tensor, entropy: torch.Tensor | None

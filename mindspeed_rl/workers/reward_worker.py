@@ -34,9 +34,8 @@ class RewardWorker:
     """A local (CPU) actor with two stages, `score` and `compute_advantages`, that run side by side."""
 
     SHOWN_SAMPLES = 3
-    CLAIMS_PER_ITERATION = (
-        4  # while others generate: scoring in parts overlaps, one claim a group would cost too much
-    )
+    # while others generate: scoring in parts overlaps with that, but a claim for each group would cost too much
+    CLAIMS_PER_ITERATION = 4
 
     def __init__(
         self, config: Config, layout: Layout, tokenizer: PreTrainedTokenizerBase, dock: TransferDock, log_folder: str
@@ -112,9 +111,8 @@ class RewardWorker:
                 rewards = torch.as_tensor(columns["rewards"], dtype=torch.float32)
                 lengths = torch.tensor([len(response) for response in columns["responses"]])
                 groups = torch.tensor(claim.rows) // rl.n_samples_per_prompt
-                mask = torch.repeat_interleave(
-                    torch.isfinite(rewards).float(), lengths
-                )  # failed samples do not train
+                # samples whose scoring failed do not train
+                mask = torch.repeat_interleave(torch.isfinite(rewards).float(), lengths)
                 advantages = compute_advantages(rl.adv_estimator, rewards, groups, mask, lengths, rl)
                 split = lengths.tolist()
                 columns = {"advantages": list(advantages.split(split)), "loss_mask": list(mask.split(split))}

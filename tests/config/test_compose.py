@@ -11,8 +11,8 @@ import yaml
 
 from mindspeed_rl.common.errors import ConfigError
 from mindspeed_rl.config.compose import compose_yaml, load_config, schema_keys, validate
+from mindspeed_rl.config.files import resolve_model
 from mindspeed_rl.config.model import ModelConfig
-from mindspeed_rl.config.rules import resolve_model
 from mindspeed_rl.config.schema import Config
 
 CONFIGS = Path(__file__).parents[2] / "configs"

@@ -5,6 +5,7 @@ import itertools
 import pytest
 
 from mindspeed_rl.config.compose import load_config
+from mindspeed_rl.config.files import resolve_model
 from mindspeed_rl.config.layout import Layout, derive_layout
 from mindspeed_rl.config.memory import (
     FLOAT32,
@@ -14,7 +15,6 @@ from mindspeed_rl.config.memory import (
     logit_bytes,
     stage_parameters,
 )
-from mindspeed_rl.config.rules import resolve_model
 
 
 def make_layout(tp: int, pp: int, dp: int, infer_tp: int) -> Layout:

@@ -7,7 +7,8 @@ import pytest
 
 from mindspeed_rl.common.errors import ConfigError, Violation
 from mindspeed_rl.config.compose import load_config
-from mindspeed_rl.config.rules import RULES, check, resolve_model
+from mindspeed_rl.config.files import resolve_model
+from mindspeed_rl.config.rules import RULES, check
 
 BASE = "grpo_trainer_qwen25_7b"  # 8 devices, TP 4, DP 2, rollout TP 4; 28 heads, 4 groups, 28 layers
 

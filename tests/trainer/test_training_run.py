@@ -12,6 +12,7 @@ from typing import Any
 
 import psutil
 import pytest
+from ray.cluster_utils import Cluster
 
 from examples.make_tiny_model import make_tiny_model
 
@@ -231,3 +232,17 @@ def test_free_order_several_epochs_and_decoding_engine(inputs: Path, tmp_path: P
     assert steps[1]["actor/kl_coef"] != steps[0]["actor/kl_coef"]
     assert not any(name.startswith("rollout/logprob") for name in steps[0])
     assert steps[0]["reward_status/ok"] == 32
+
+
+def test_a_running_cluster_is_joined(inputs: Path, tmp_path: Path) -> None:
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 6})
+    try:
+        (step,) = run(inputs, tmp_path, "megatron_training.train_iters=1", f"ray_address={cluster.address}")
+        assert step["reward_status/ok"] == 32
+        assert ray_is_alive(cluster)  # a cluster that was joined outlives the run
+    finally:
+        cluster.shutdown()
+
+
+def ray_is_alive(cluster: Cluster) -> bool:
+    return all(node.remaining_processes_alive() for node in cluster.list_all_nodes())

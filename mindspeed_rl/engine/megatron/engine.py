@@ -252,8 +252,8 @@ class MegatronEngine:
     def state_dict(self, optimizer: bool, rng: bool) -> dict[str, Any]:
         """This rank's state, as tensors and plain Python values."""
         named = self.actor.module.named_parameters()
-        # clone: parameters are views of one buffer, and saving a view would save the whole of it
-        state: dict[str, Any] = {"model": {name: tensor.detach().cpu().clone() for name, tensor in named}}
+        # a copy: parameters are views of one buffer, and saving a view would save the whole of it
+        state: dict[str, Any] = {"model": {name: tensor.detach().to("cpu", copy=True) for name, tensor in named}}
         if optimizer:
             state["optimizer"] = self.optimizer.state_dict()
         if rng:

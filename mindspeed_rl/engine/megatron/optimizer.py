@@ -99,9 +99,9 @@ class Optimizer:
         shards = []
         for optimizer, parameter in self._parameters():
             state = optimizer.state.get(parameter, {})
-            # clone: a shard is a view, and saving a view would save the whole buffer behind it
-            moments = {name: torch.as_tensor(value).detach().cpu().clone() for name, value in state.items()}
-            shards.append({"main": parameter.detach().cpu().clone(), "state": moments})
+            # copies: a shard is a view, and saving a view would save the whole buffer behind it
+            moments = {name: torch.as_tensor(value).detach().to("cpu", copy=True) for name, value in state.items()}
+            shards.append({"main": parameter.detach().to("cpu", copy=True), "state": moments})
         return {"shards": shards, "scheduler": self.scheduler.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

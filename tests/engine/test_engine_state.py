@@ -1,0 +1,119 @@
+"""What the training engine saves, loads and moves off the device."""
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from support.ranks import run_ranks
+
+from mindspeed_rl.algorithms.policy_objective import PolicyObjective
+from mindspeed_rl.common.errors import CheckpointError
+from mindspeed_rl.common.metric import MetricSet
+from mindspeed_rl.config.model import ModelConfig
+from mindspeed_rl.config.schema import MegatronConfig, RLConfig
+from mindspeed_rl.types import Denominators, RolloutBatch
+
+BATCH = RolloutBatch(
+    [torch.tensor([6, 2, 7, 5]), torch.tensor([9, 1])],
+    [torch.tensor([8, 3, 0]), torch.tensor([7, 0])],
+    {"advantages": [torch.tensor([1.0, 1.0, 1.0]), torch.tensor([-0.5, -0.5])]},
+)
+
+
+def loss(
+    micro: RolloutBatch, log_probs: torch.Tensor, entropy: torch.Tensor | None
+) -> tuple[torch.Tensor, MetricSet]:
+    return PolicyObjective(RLConfig())(
+        log_probs=log_probs,
+        entropy=entropy,
+        old_log_probs=None,
+        ref_log_probs=None,
+        advantages=torch.cat(micro.columns["advantages"]),
+        mask=torch.ones_like(log_probs),
+        response_lengths=micro.response_lengths,
+        denominators=Denominators(5, 2),
+        kl_coef=0.0,
+    )
+
+
+def scenario(rank: int, folder: str, distributed_optimizer: bool) -> None:
+    """All checks in one process: starting the engine costs more than they do."""
+    from mindspeed_rl.checkpoint.hf import HFWeights
+    from mindspeed_rl.device.select import make_device
+
+    device = make_device("cpu")
+    device.install()
+    from mindspeed_rl.engine.megatron.engine import MegatronEngine, initialize_parallel_state
+
+    with open(f"{folder}/config.json") as file:
+        model = ModelConfig.from_hf(json.load(file))
+    # warm-up and decay make the learning rate depend on the schedule's position
+    cfg = MegatronConfig(
+        lr=1e-2,
+        lr_warmup_fraction=0.5,
+        lr_decay_style="cosine",
+        use_distributed_optimizer=distributed_optimizer,
+    )
+    initialize_parallel_state(cfg)
+
+    def engine() -> MegatronEngine:
+        return MegatronEngine(cfg, model, device, 8, HFWeights(folder), with_reference=False)
+
+    def step(target: MegatronEngine) -> dict[str, float]:
+        return target.train_mini_batch(BATCH, loss, 1, 1.0, entropy=True).finalize()
+
+    def weights(target: MegatronEngine) -> dict[str, torch.Tensor]:
+        return {name: tensor.clone() for name, tensor in target.export_weights(1 << 20)}
+
+    def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+        return all(torch.equal(one[name], other[name]) for name in one)
+
+    first = engine()
+    learning_rates = [step(first)["actor/lr"] for _ in range(2)]
+    state = first.state_dict(optimizer=True, rng=True)
+    random_after_save = torch.rand(3)
+
+    # going on from the state is going on, bit for bit
+    resumed = engine()
+    resumed.load_state_dict(state, optimizer=True, rng=True)
+    assert torch.equal(torch.rand(3), random_after_save)
+    assert same(weights(resumed), weights(first))
+    expected, found = step(first), step(resumed)
+    assert found == expected
+    assert found["actor/lr"] > learning_rates[1] > learning_rates[0]
+    assert same(weights(resumed), weights(first))
+
+    # without the optimizer: the same weights, but moments and schedule from the start
+    fresh = engine()
+    fresh.load_state_dict(state, optimizer=False, rng=False)
+    assert step(fresh)["actor/lr"] == learning_rates[0]
+    assert not same(weights(fresh), weights(first))
+
+    # off the device and back: nothing changes; while away, the memory is gone
+    before = weights(first)
+    for part in ("param", "grad", "optimizer"):
+        first.offload(part)
+        first.offload(part)  # already away: no harm
+    held = [*first.actor.parameters(), *first.optimizer.tensors()]
+    assert all(tensor.untyped_storage().nbytes() == 0 for tensor in held)
+    for part in ("param", "grad", "optimizer"):
+        first.onload(part)
+    assert same(weights(first), before)
+    assert step(first) == step(resumed)
+    assert same(weights(first), weights(resumed))
+
+    # what is not there, or does not fit, is named
+    partial = first.state_dict(optimizer=False, rng=False)
+    with pytest.raises(CheckpointError, match=r"no optimizer state .*no_load_optim"):
+        engine().load_state_dict(partial, optimizer=True, rng=False)
+    with pytest.raises(CheckpointError, match=r"no rng state .*no_load_rng"):
+        engine().load_state_dict(partial, optimizer=False, rng=True)
+    del partial["model"]["decoder.final_layernorm.weight"]
+    with pytest.raises(CheckpointError, match=r"nothing for decoder\.final_layernorm\.weight"):
+        engine().load_state_dict(partial, optimizer=False, rng=False)
+
+
+@pytest.mark.parametrize("distributed_optimizer", [True, False])
+def test_state_goes_and_comes_back(distributed_optimizer: bool, tiny_model_dir: Any) -> None:
+    run_ranks(1, scenario, str(tiny_model_dir), distributed_optimizer)
