@@ -190,7 +190,7 @@ class GenerateConfig(Section):
     offload_train_optimizer: Switch = Field(False, description="optimizer state on host memory while generating")
     offload_train_grad: Switch = Field(False, description="release gradient buffers while generating")
     offload_train_param: Switch = Field(False, description="training weights on host memory while generating")
-    offload_reference: Switch = Field(True, description="reference weights on host memory outside their stage")
+    offload_reference: Switch = Field(False, description="reference weights on host memory outside their stage")
     resharding_bucket_mb: Annotated[float, Field(gt=0)] = Field(256, description="size of one resharding bucket, MiB")
     # vLLM
     max_num_seqs: Count = Field(256, description="sequences that one engine generates at once")

@@ -18,6 +18,8 @@ class Device(Protocol):
     collectives_backend: str  # torch.distributed backend
     ray_resource: str | None  # Ray resource that counts these devices; None: plain CPUs
     visible_devices_variable: str | None  # environment variable that narrows what a process sees
+    rollout_can_sleep: bool  # vLLM can give its memory back between generations
+    fuses_activations: bool  # Megatron's fused activation kernels run here
 
     def install(self) -> None:
         """Adapt Megatron-core to this device. Must run before megatron is first imported."""
@@ -91,6 +93,9 @@ class Device(Protocol):
 
     def rms_norm(self, hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """Root-mean-square norm over the last dimension (Zhang & Sennrich 2019)."""
+
+    def worker_environment(self, ranks: int) -> dict[str, str]:
+        """Environment of a worker process, set before it starts; `ranks` workers may share its host."""
 
     def vllm_environment(self, kv_cache_gib: int) -> dict[str, str]:
         """Environment that vLLM needs on this device, set before vllm is imported."""

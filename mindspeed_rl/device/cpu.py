@@ -17,6 +17,8 @@ class CpuDevice:
     collectives_backend = "gloo"
     ray_resource: str | None = None
     visible_devices_variable: str | None = None
+    rollout_can_sleep = False
+    fuses_activations = False
 
     def install(self) -> None:
         from mindspeed_rl.device.cpu_adaptor import redirect_cuda_to_cpu
@@ -93,6 +95,10 @@ class CpuDevice:
 
     def rms_norm(self, hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         return F.rms_norm(hidden, weight.shape, weight, eps)
+
+    def worker_environment(self, ranks: int) -> dict[str, str]:
+        # ranks of one host must not fight over its cores
+        return {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // ranks))}
 
     def vllm_environment(self, kv_cache_gib: int) -> dict[str, str]:
         # binding threads to cores would put all ranks of a machine on the same ones

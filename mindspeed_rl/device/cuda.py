@@ -19,6 +19,8 @@ class CudaDevice:
     collectives_backend = "nccl"
     ray_resource: str | None = "GPU"
     visible_devices_variable: str | None = "CUDA_VISIBLE_DEVICES"
+    rollout_can_sleep = True
+    fuses_activations = True
 
     def install(self) -> None:
         """Megatron-core is written for CUDA: nothing to adapt."""
@@ -93,6 +95,10 @@ class CudaDevice:
 
     def rms_norm(self, hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         return F.rms_norm(hidden, weight.shape, weight, eps)
+
+    def worker_environment(self, ranks: int) -> dict[str, str]:
+        # Megatron counts on kernels being scheduled in the order of their launch
+        return {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
 
     def vllm_environment(self, kv_cache_gib: int) -> dict[str, str]:
         return {}

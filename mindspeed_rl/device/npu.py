@@ -22,6 +22,8 @@ class NpuDevice:
     collectives_backend = "hccl"
     ray_resource: str | None = "NPU"
     visible_devices_variable: str | None = "ASCEND_RT_VISIBLE_DEVICES"
+    rollout_can_sleep = True
+    fuses_activations = False
 
     def __init__(self) -> None:
         self._causal_mask: torch.Tensor | None = None
@@ -112,6 +114,10 @@ class NpuDevice:
         import torch_npu
 
         return torch_npu.npu_rms_norm(hidden, weight, epsilon=eps)[0]
+
+    def worker_environment(self, ranks: int) -> dict[str, str]:
+        # as on CUDA; MindSpeed checks it
+        return {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
 
     def vllm_environment(self, kv_cache_gib: int) -> dict[str, str]:
         return {}

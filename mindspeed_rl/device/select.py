@@ -9,7 +9,7 @@ from mindspeed_rl.device.base import Device
 
 
 def make_device(kind: str, here: bool = True) -> Device:
-    """The device named `kind`: npu, cuda, cpu, or auto (the first of these that this process can use).
+    """The device named `kind`: npu, cuda or cpu.
 
     Args:
         kind: which one.
@@ -23,8 +23,6 @@ def make_device(kind: str, here: bool = True) -> Device:
     from mindspeed_rl.device.npu import NpuDevice
 
     kinds: dict[str, type[Device]] = {"npu": NpuDevice, "cuda": CudaDevice, "cpu": CpuDevice}
-    if kind == "auto":
-        return next(device for device in (cls() for cls in kinds.values()) if device.available())
     device = kinds[kind]()
     if here and not device.available():
         package = {"npu": "torch_npu", "cuda": "torch"}[kind]

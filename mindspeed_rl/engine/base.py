@@ -62,10 +62,10 @@ class TrainingEngine(Protocol):
         """All weights under their Hugging Face names, in the same order on every rank (a collective)."""
 
     def offload(self, part: str) -> None:
-        """Move "param", "grad" or "optimizer" off the device (gradients are dropped); a no-op if it is away."""
+        """Move "param", "grad" (dropped), "optimizer" or "reference" off the device; a no-op if it is away."""
 
     def onload(self, part: str) -> None:
-        """Bring "param", "grad" or "optimizer" back; a no-op if it is not away."""
+        """Bring such a part back; a no-op if it is not away."""
 
     def state_dict(self, optimizer: bool, rng: bool) -> dict[str, Any]:
         """This rank's state, as tensors and plain Python values."""

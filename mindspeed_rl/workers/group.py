@@ -16,9 +16,6 @@ from mindspeed_rl.config.schema import Config
 from mindspeed_rl.device.base import Device
 from mindspeed_rl.workers.integrated_worker import IntegratedWorker
 
-# a worker whose process is gone may leave others waiting in a collective: the driver looks this often
-POLL_SECONDS = 1.0
-
 
 def wait(futures: Mapping[ray.ObjectRef, int], stage: str, step: int, timeout_minutes: float) -> dict[int, list[Any]]:
     """Results of `futures` by rank, in the order given.
@@ -72,8 +69,7 @@ class WorkerGroup:
             num_cpus=1,
             num_gpus=1 if device.ray_resource == "GPU" else 0,
             resources=resources,
-            # one thread a rank: ranks on one host must not fight over cores
-            runtime_env={"env_vars": {"OMP_NUM_THREADS": "1"}} if device.name == "cpu" else None,
+            runtime_env={"env_vars": device.worker_environment(layout.world)},
         )
         self.workers: list[Any] = [
             actor.remote(rank, config, layout, model, log_folder) for rank in range(layout.world)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import resource
 import socket
@@ -33,6 +34,8 @@ from mindspeed_rl.workers.stages import SCORING, scoring_stages, uses_reference
 
 if TYPE_CHECKING:
     from mindspeed_rl.engine.base import Generation, GenerationEngine, TrainingEngine
+
+logger = logging.getLogger(__name__)
 
 # engine steps between two looks at the dock while generating
 STEPS_BETWEEN_SCORING = 8
@@ -86,8 +89,9 @@ class IntegratedWorker:
         self.device = make_device(self.config.device)
         self.device.install()
         self.device.select(0)  # Ray shows each worker its own device only
-        if self.device.name == "cpu":
-            torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+        logger.info(
+            "%s of %d visible, %.1f GiB", self.device.name, self.device.count(), self.device.total_memory() / 2**30
+        )
         host, port = address.rsplit(":", 1)
         os.environ.update(
             MASTER_ADDR=host, MASTER_PORT=port, RANK=str(self.rank), WORLD_SIZE=str(self.layout.world), LOCAL_RANK="0"
@@ -124,8 +128,9 @@ class IntegratedWorker:
             self.layout.total_optimizer_steps,
             self._start_weights(source.weights),
             with_reference=uses_reference(self.config),
-            offload_reference=generate.offload_reference,
         )
+        if generate.offload_reference and uses_reference(self.config):
+            self.training.offload("reference")
         self.objective = PolicyObjective(self.rl, horizon=self.sampling.max_tokens)
 
     def _start_weights(self, path: str) -> HFWeights | dict[str, torch.Tensor]:
@@ -143,23 +148,29 @@ class IntegratedWorker:
     def enter_rollout(self) -> WorkerReport:
         """Reshard the actor's weights into the rollout engine and make room for its KV cache."""
         timings, generate = Timings(), self.config.generate_config
+        self.device.reset_peak_memory()  # a step starts here
+        self._offload(timings, "grad", "optimizer")  # first: both engines' weights are there at once for a while
         with timings("resharding_to_infer"):
             self.training.onload("param")
             self.rollout.wake_up("weights")
             bucket = int(generate.resharding_bucket_mb * 2**20)
             self.rollout.update_weights(self.training.export_weights(bucket))
+        self._offload(timings, "param")
         with timings("offload"):
-            for part in ("param", "grad", "optimizer"):
-                if getattr(generate, f"offload_train_{part}"):
-                    self.training.offload(part)
             self.rollout.wake_up("kv_cache")
         return self._report(timings)
+
+    def _offload(self, timings: Timings, *parts: str) -> None:
+        with timings("offload"):
+            for part in parts:
+                if getattr(self.config.generate_config, f"offload_train_{part}"):
+                    self.training.offload(part)
 
     def generate(self, iteration: int) -> WorkerReport:
         """Generate this rollout replica's share of the iteration's responses."""
         timings = Timings()
         with timings("rollout"):
-            self._generate(iteration, ())
+            self._generate(iteration, [])
         return self._report(timings)
 
     def score(self, iteration: int, stage: str) -> WorkerReport:
@@ -172,8 +183,9 @@ class IntegratedWorker:
 
     def generate_and_score(self, iteration: int) -> WorkerReport:
         """Generate; score what is complete in between and, without waiting for other replicas, the rest after."""
-        timings, stages = Timings(), scoring_stages(self.config)
-        overlap = () if self.config.generate_config.offload_train_param else stages
+        timings, stages, generate = Timings(), scoring_stages(self.config), self.config.generate_config
+        away = {"old_log_prob": generate.offload_train_param, "reference": generate.offload_reference}
+        overlap = [stage for stage in stages if not away[stage]]
         with timings("rollout"):
             self._generate(iteration, overlap)
         self._leave_rollout(timings)
@@ -192,7 +204,8 @@ class IntegratedWorker:
         with timings("update"):
             mini_batches = []
             for claim, batch in self._claims("update", iteration):
-                mini_batches.append(batch)
+                if self.rl.epochs > 1:
+                    mini_batches.append(batch)
                 metrics.merge(self._train(batch, kl_coef))
                 if self.replica.is_leader:
                     self.dock.ack(claim)
@@ -234,6 +247,9 @@ class IntegratedWorker:
 
     def _generate(self, iteration: int, scoring: Sequence[str]) -> None:
         """Drive the rollout engine through this replica's share, scoring complete samples in between."""
+        if not self.config.generate_config.per_request_seed:
+            # the engine draws from the process's generator: from here on as a resumed run would
+            self.device.manual_seed(self._seed(iteration, self.layout.rollout_replica(self.rank)))
         steps = self._generation_steps(iteration)
         while True:
             finished = all_done = False
@@ -255,19 +271,17 @@ class IntegratedWorker:
         """Run the engine over all claims of this replica, a step at a time; finished groups go to the dock."""
         from mindspeed_rl.engine.base import GenerationRequest
 
-        share, timeout = self.layout.rollout_replica(self.rank), 60 * self.rl.stage_timeout_minutes
-        rows = self.layout.sequences_per_iteration
         while True:
-            claim = self.rollout_group.share(lambda: self.dock.claim("rollout", iteration, rows, share, timeout))
-            if claim is None:
+            claims = self.rollout_group.share(lambda: self._claim_prompts(iteration))
+            if not claims:
                 return
-            prompts = self.dock.get(claim, ("prompt_ids",))["prompt_ids"]
             requests = [
-                GenerationRequest(row, prompt, self._seed(iteration, row))
-                for row, prompt in zip(claim.rows, prompts, strict=True)
+                GenerationRequest(row, prompt, self._request_seed(iteration, row))
+                for claim in claims
+                for row, prompt in zip(claim.rows, self.dock.get(claim, ("prompt_ids",))["prompt_ids"], strict=True)
             ]
             group_size = self.rl.n_samples_per_prompt
-            claimed = Counter(row // group_size for row in claim.rows)  # a share may end within a group
+            claimed = Counter(request.row // group_size for request in requests)  # a share may end within a group
             finished: dict[int, list[Generation]] = {}
             for generations in self.rollout.generate(requests):
                 complete: list[Generation] = []
@@ -280,14 +294,27 @@ class IntegratedWorker:
                     self._put_generations(iteration, complete)
                 yield True
             if self.rollout_group.is_leader:
-                self.dock.ack(claim)
+                for claim in claims:
+                    self.dock.ack(claim)
 
-    def _seed(self, iteration: int, row: int) -> int | None:
+    def _claim_prompts(self, iteration: int) -> list[Claim]:
+        """All that is ready for this rollout replica: the engine must not run dry at a mini-batch's end."""
+        share, timeout = self.layout.rollout_replica(self.rank), 60 * self.rl.stage_timeout_minutes
+        rows = self.layout.sequences_per_iteration
+        claims: list[Claim] = []
+        claim: Any = self.dock.claim("rollout", iteration, rows, share, timeout)
+        while isinstance(claim, Claim):
+            claims.append(claim)
+            claim = self.dock.try_claim("rollout", iteration, rows, share)
+        return claims
+
+    def _request_seed(self, iteration: int, row: int) -> int | None:
         """A seed for one sample, the same under every layout."""
-        if not self.config.generate_config.per_request_seed:
-            return None
-        # splitmix-like spreading keeps neighbouring (seed, iteration, row) far apart
-        mixed = (self.config.actor.seed * 0x9E3779B97F4A7C15 + iteration * 0xBF58476D1CE4E5B9 + row) & (2**64 - 1)
+        return self._seed(iteration, row) if self.config.generate_config.per_request_seed else None
+
+    def _seed(self, iteration: int, number: int) -> int:
+        # splitmix-like spreading keeps neighbouring (seed, iteration, number) far apart
+        mixed = (self.config.actor.seed * 0x9E3779B97F4A7C15 + iteration * 0xBF58476D1CE4E5B9 + number) & (2**64 - 1)
         return ((mixed ^ (mixed >> 31)) * 0x94D049BB133111EB) % 2**31
 
     def _put_generations(self, iteration: int, generations: list[Generation]) -> None:
@@ -303,8 +330,13 @@ class IntegratedWorker:
         self.dock.put(iteration, [g.row for g in generations], columns)
 
     def _score(self, iteration: int, stage: str) -> None:
+        is_reference = stage == "reference"
+        if is_reference:
+            self.training.onload("reference")
         for claim, batch in self._claims(stage, iteration):
             self._put_log_probs(claim, batch)
+        if is_reference and self.config.generate_config.offload_reference:
+            self.training.offload("reference")
 
     def _score_what_is_ready(self, iteration: int, stage: str) -> None:
         """At most one micro-batch, so that generation is not held up for long."""

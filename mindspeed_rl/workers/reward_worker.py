@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,6 +19,8 @@ from mindspeed_rl.config.schema import Config
 from mindspeed_rl.rewards.manager import RewardManager
 from mindspeed_rl.rewards.verifiers import RewardSample
 from mindspeed_rl.transfer_dock.spec import Claim, TransferDock
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -68,6 +71,17 @@ class RewardWorker:
                 self.dock.put(iteration, claim.rows, {"rewards": result.total})
                 self.dock.ack(claim)
             report.metrics.merge(result.metrics())
+            for name, messages in result.messages.items():
+                if messages:  # one of them shows what is wrong; all are counted
+                    index, message = next(iter(messages.items()))
+                    logger.warning(
+                        "iteration %d: %s failed on %d samples, such as row %d: %s",
+                        iteration,
+                        name,
+                        len(messages),
+                        claim.rows[index],
+                        message,
+                    )
             self._add_metrics(report, columns, samples, result.total)
         report.seconds = timings.seconds
         return report

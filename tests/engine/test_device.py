@@ -1,11 +1,14 @@
 """The CPU device's kernels against dense float64 references; choice of a device."""
 
+from typing import Any
+
 import pytest
 import torch
 
 from mindspeed_rl.common.errors import ConfigError
 from mindspeed_rl.device.cpu import CpuDevice
 from mindspeed_rl.device.select import make_device
+from mindspeed_rl.engine.megatron.offload import HostMemory
 
 
 def dense_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -70,5 +73,22 @@ def test_a_device_that_is_not_there_is_refused_by_name() -> None:
     assert make_device("npu", here=False).ray_resource == "NPU"  # a head node may start NPU workers
 
 
-def test_auto_takes_the_best_device_that_is_there() -> None:
-    assert make_device("auto").name == ("cuda" if torch.cuda.is_available() else "cpu")
+@pytest.mark.parametrize(
+    ("contents", "comes_back"), [("changing", [3.0, 4.0]), ("frozen", [1.0, 2.0]), ("dropped", [0, 0])]
+)
+def test_host_memory_brings_back_what_it_is_told_to(contents: Any, comes_back: list[float]) -> None:
+    memory = HostMemory(CpuDevice(), contents)
+    owner = torch.tensor([1.0, 2.0])
+    view = owner[1:]
+    memory.offload([owner])
+    memory.onload()
+    if contents != "dropped":
+        assert owner.tolist() == [1.0, 2.0]
+    owner.copy_(torch.tensor([3.0, 4.0]))  # changed between two trips: a frozen one is not copied again
+    memory.offload([owner])
+    assert memory.is_away
+    assert owner.untyped_storage().nbytes() == 0
+    memory.onload()
+    memory.onload()  # already there: no harm
+    assert owner.tolist() == comes_back
+    assert view.tolist() == comes_back[1:]

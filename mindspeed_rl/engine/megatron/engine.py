@@ -52,7 +52,6 @@ class MegatronEngine:
         total_steps: optimizer steps of the whole run, for the learning-rate schedule.
         weights: what actor and reference start from: a Hugging Face checkpoint, or this rank's own tensors by name.
         with_reference: keep a frozen copy of the starting weights.
-        offload_reference: keep that copy on host memory outside its stage.
     """
 
     def __init__(
@@ -63,7 +62,6 @@ class MegatronEngine:
         total_steps: int,
         weights: HFWeights | Mapping[str, torch.Tensor],
         with_reference: bool,
-        offload_reference: bool = False,
     ):
         self.cfg, self.model_config, self.device = cfg, model, device
         self.data_parallel_rank = mpu.get_data_parallel_rank()
@@ -86,15 +84,16 @@ class MegatronEngine:
         )
         self.optimizer = Optimizer(cfg, self.actor, total_steps)
         self._export_plan: list[Bucket] | None = None
-        self._away = {part: HostMemory(device, keep=part != "grad") for part in ("param", "grad", "optimizer")}
-
         self.reference: GPTModel | None = None
-        self._reference_memory = HostMemory(device) if offload_reference and device.name != "cpu" else None
         if with_reference:
             self.reference = build_model(cfg, model, device, self.layout).requires_grad_(False)
             self._load(self.reference, weights)
-            if self._reference_memory:
-                self._reference_memory.offload(self.reference.parameters())
+        self._away = {
+            "param": HostMemory(device),
+            "grad": HostMemory(device, "dropped"),
+            "optimizer": HostMemory(device),
+            "reference": HostMemory(device, "frozen"),
+        }
 
     # ---- weights -------------------------------------------------------------------------------------------------
 
@@ -181,12 +180,7 @@ class MegatronEngine:
             values, _ = self._response_log_probs(micro, logits, temperature, entropy=False)
             return list(values.cpu().split(micro.batch.response_lengths.tolist()))
 
-        memory = self._reference_memory if reference else None
-        if memory:
-            memory.onload()
         results = self._run(model, batch, micro_batch_size, on_logits, forward_only=True)
-        if memory and self.reference:
-            memory.offload(self.reference.parameters())
         return [values for micro in results for values in micro] if self.is_output_rank else None
 
     def train_mini_batch(
@@ -230,7 +224,7 @@ class MegatronEngine:
     # ---- memory --------------------------------------------------------------------------------------------------
 
     def offload(self, part: str) -> None:
-        """Move "param", "grad" or "optimizer" off the device (gradients are dropped); a no-op if it is away."""
+        """Move "param", "grad" (dropped), "optimizer" or "reference" off the device; a no-op if it is away."""
         if self._away[part].is_away:
             return
         buffers = [*self.actor.buffers, *self.actor.expert_parallel_buffers]
@@ -238,13 +232,14 @@ class MegatronEngine:
             "param": [buffer.param_data for buffer in buffers if buffer.param_data is not None],
             "grad": [buffer.grad_data for buffer in buffers],
             "optimizer": self.optimizer.tensors(),
+            "reference": list(self.reference.parameters()) if self.reference is not None else [],
         }
         # without the distributed optimizer every parameter has a storage of its own
         chosen = tensors[part] or (list(self.actor.parameters()) if part == "param" else [])
         self._away[part].offload(chosen)
 
     def onload(self, part: str) -> None:
-        """Bring "param", "grad" or "optimizer" back; a no-op if it is not away."""
+        """Bring such a part back; a no-op if it is not away."""
         self._away[part].onload()
 
     # ---- state ---------------------------------------------------------------------------------------------------

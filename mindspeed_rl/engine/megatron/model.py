@@ -51,12 +51,11 @@ def transformer_config(cfg: MegatronConfig, model: ModelConfig, device: Device) 
         # the loss arrives with global denominators: gradients are summed, never averaged, over DP and micro-batches
         calculate_per_token_loss=True,
         perform_initialization=False,  # every weight comes from a checkpoint
-        use_cpu_initialization=device.name == "cpu",
         masked_softmax_fusion=False,
         persist_layer_norm=False,
         gradient_accumulation_fusion=False,
         bias_dropout_fusion=False,
-        bias_activation_fusion=device.name == "cuda",
+        bias_activation_fusion=device.fuses_activations,
     )
 
 

@@ -33,7 +33,7 @@ class VllmEngine:
 
         self.cfg, self.device = cfg, device
         self.stop_tokens = [] if cfg.sampling_config.ignore_eos else list(stop_tokens)
-        self.can_sleep = device.name != "cpu"
+        self.can_sleep = device.rollout_can_sleep
         with private_shared_memory() if device.name == "cpu" else nullcontext():
             self.llm = LLM(**self._arguments(model_folder, seed))
 
