@@ -28,6 +28,7 @@ from mindspeed_rl.config import files, rules
 from mindspeed_rl.config.schema import Config
 
 _SPELLINGS = ("num_npus", "num_devices")  # two names of one key: an override of either replaces both
+_MISSING = "required, but missing"
 _TYPE_HINTS = {
     "bool_type": "write true or false",
     "int_type": "write a whole number without quotes",
@@ -72,8 +73,9 @@ def compose_yaml(config_name: str, overrides: Sequence[str] = (), config_dir: st
         with initialize_config_dir(config_dir=str(home), version_base="1.3"):
             overrides = _parse_overrides(overrides, folders)
             composed = compose(name, [*overrides, f"hydra.searchpath=[{search_path}]"])
-        for override in overrides:
-            _drop_other_spelling(composed, override.lstrip("+").partition("=")[0])
+        keys = [override.lstrip("+").partition("=")[0] for override in overrides]
+        for key in keys:
+            _drop_other_spelling(composed, key, keys)
         unset = sorted(OmegaConf.missing_keys(composed))
         if unset:
             raise ConfigError([Violation(key, "???", "marked as required, but not set") for key in unset])
@@ -169,13 +171,15 @@ def _is_plain(override: Override) -> bool:
     return not (override.is_delete() or override.is_add() or override.is_force_add())
 
 
-def _drop_other_spelling(composed: DictConfig, key: str) -> None:
+def _drop_other_spelling(composed: DictConfig, key: str, overridden: Sequence[str]) -> None:
+    """Let an override win over the file's other spelling; where both are overridden, the schema refuses that."""
     parent, _, name = key.rpartition(".")
     if name in _SPELLINGS:
         section = OmegaConf.select(composed, parent) if parent else composed
         with open_dict(section):
             for other in set(_SPELLINGS) - {name}:
-                section.pop(other, None)
+                if f"{parent}.{other}" not in overridden:
+                    section.pop(other, None)
 
 
 def _validate_types(raw: dict[str, Any]) -> tuple[Config, list[Violation]]:
@@ -186,20 +190,35 @@ def _validate_types(raw: dict[str, Any]) -> tuple[Config, list[Violation]]:
         try:
             return Config.model_validate(raw), list(violations.values())
         except ValidationError as error:
-            found = error.errors()
-        for item in found:
-            keys = _locate(raw, item["loc"], item["type"])
-            violation = _type_violation(keys, item)
-            earlier = violations.get(violation.path)
-            if earlier is not None and item["type"] == "missing":
-                continue  # missing because its refused value was dropped
-            if earlier is None:
-                violations[violation.path] = violation
-            elif violation.message not in earlier.message:  # branches of a union: one violation, both reasons
-                message = f"{earlier.message}; or: {violation.message}"
-                violations[violation.path] = Violation(earlier.path, earlier.value, message, earlier.suggestion)
-        for item in found:
-            _drop(raw, _locate(raw, item["loc"], item["type"])[: -1 if item["type"] == "missing" else None])
+            for path, violation in type_violations(raw, error, Config).items():
+                earlier = violations.setdefault(path, violation)
+                if (
+                    earlier is not violation and violation.message != _MISSING
+                ):  # missing: its refused value was dropped
+                    violations[path] = _both_reasons(earlier, violation)
+            # all are located before any is dropped: without its key, an error would be located in the whole section
+            refused = [(_locate(raw, item["loc"], item["type"]), item["type"]) for item in error.errors()]
+        for keys, error_type in refused:
+            _drop(raw, keys[: -1 if error_type == "missing" else None])
+
+
+def type_violations(raw: Any, error: ValidationError, schema: type[BaseModel]) -> dict[str, Violation]:
+    """What pydantic found in `raw`, in our words, by key path (that of `raw` itself is empty)."""
+    violations: dict[str, Violation] = {}
+    for item in error.errors():
+        violation = _type_violation(_locate(raw, item["loc"], item["type"]), item, schema)
+        earlier = violations.setdefault(violation.path, violation)
+        if earlier is not violation:
+            violations[violation.path] = _both_reasons(earlier, violation)
+    return violations
+
+
+def _both_reasons(earlier: Violation, later: Violation) -> Violation:
+    """Branches of a union: one violation, both reasons."""
+    if later.message in earlier.message:
+        return earlier
+    message = f"{earlier.message}; or: {later.message}"
+    return Violation(earlier.path, earlier.value, message, earlier.suggestion)
 
 
 def _locate(raw: Any, loc: Sequence[str | int], error_type: str) -> list[str | int]:
@@ -229,15 +248,15 @@ def _drop(raw: dict[str, Any], keys: Sequence[str | int]) -> None:
     raw.setdefault("megatron_training", {})
 
 
-def _type_violation(keys: Sequence[str | int], item: Any) -> Violation:
+def _type_violation(keys: Sequence[str | int], item: Any, schema: type[BaseModel]) -> Violation:
     path = ".".join(map(str, keys))
     value = None if item["type"] == "missing" else item["input"]
-    if item["type"] == "extra_forbidden" and keys[-1] in _SPELLINGS:
-        return Violation(path, value, f"is another name of {_SPELLINGS[0]}, which is set too", "keep one of the two")
     if item["type"] == "extra_forbidden":
-        return Violation(path, value, "unknown key", _suggest_key(path))
+        return Violation(path, value, "unknown key", _suggest_key(path, schema))
     if item["type"] == "missing":
-        return Violation(path, value, "required, but missing")
+        return Violation(path, value, _MISSING)
+    if item["type"] == "value_error":  # raised by a validator of ours
+        return Violation(path, value, str(item["ctx"]["error"]))
     hint = _TYPE_HINTS.get(item["type"])
     if item["type"] == "literal_error":
         near = difflib.get_close_matches(str(value), re.findall(r"'([^']*)'", item["ctx"]["expected"]), n=1)
@@ -246,10 +265,10 @@ def _type_violation(keys: Sequence[str | int], item: Any) -> Violation:
     return Violation(path, value, message, hint)
 
 
-def _suggest_key(path: str) -> str:
+def _suggest_key(path: str, schema: type[BaseModel]) -> str:
     """A near key of the same section, else the place where a key of this name lives."""
     parent, _, key = path.rpartition(".")
-    known = [".".join(keys) for keys in schema_keys(Config)]
+    known = [".".join(keys) for keys in schema_keys(schema)]
     siblings = {name.rpartition(".")[2]: name for name in known if name.rpartition(".")[0] == parent}
     near = difflib.get_close_matches(key, siblings, n=1, cutoff=0.7)
     elsewhere = [name for name in known if name.rpartition(".")[2] == key]
@@ -260,6 +279,8 @@ def _suggest_key(path: str) -> str:
     anywhere = difflib.get_close_matches(key, {name.rpartition(".")[2] for name in known}, n=1, cutoff=0.7)
     if anywhere:
         return f"did you mean {' or '.join(name for name in known if name.rpartition('.')[2] == anywhere[0])}?"
+    if schema is not Config:
+        return f"known: {', '.join(known)}"
     return "remove it, or see docs/configuration.md for the keys there are"
 
 

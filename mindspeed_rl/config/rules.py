@@ -36,6 +36,7 @@ _MODEL_KEYS = ("model", "actor.model", "actor.load")
 _WORLD = "rl_config.actor_resource.num_npus"
 _TP, _PP = "actor.tensor_model_parallel_size", "actor.pipeline_model_parallel_size"
 _INFER_TP = "generate_config.infer_tensor_parallel_size"
+_LONGEST_NAME = 200  # file systems end at 255 bytes
 _MAX_TOKENS = "generate_config.sampling_config.max_tokens"
 
 
@@ -124,6 +125,20 @@ def resume_needs_save(cfg: Config) -> Found:
         yield Violation(actor_path(cfg, "resume"), "auto", "resumes from the folder `save`, which is not set", hint)
 
 
+@_rule("run_name")
+def run_name_is_one_folder(cfg: Config) -> Found:
+    """Runs lie beside each other in `output_dir`, where `latest` names the newest."""
+    name = cfg.run_name
+    if name is None:
+        return
+    if not name.strip() or "/" in name or "\0" in name or name in (".", "..", "latest"):
+        message = "must be the name of one folder: not blank, without /, none of '.', '..' and 'latest'"
+        yield Violation("run_name", name, message, "set output_dir for another parent folder; null makes up a name")
+    elif len(name.encode()) > _LONGEST_NAME:
+        message = f"is longer than {_LONGEST_NAME} characters (bytes of UTF-8), as a file name may not be much longer"
+        yield Violation("run_name", name, message, "shorten it")
+
+
 # ---------------------------------------------------------------- parallel layout
 
 
@@ -201,6 +216,14 @@ def mini_batch_fills_ranks(cfg: Config) -> Found:
         )
         hint = f"a multiple of {data_parallel} always fits"
         yield Violation("rl_config.mini_batch_size", rl.mini_batch_size, message, hint)
+
+
+@_rule("rl_config.shuffle_mini_batch", "rl_config.guarantee_order")
+def shuffling_needs_order(cfg: Config) -> Found:
+    """A shuffle is an order of the rows, which the TransferDock keeps only if it keeps orders at all."""
+    if cfg.rl_config.shuffle_mini_batch and not cfg.rl_config.guarantee_order:
+        hint = "set guarantee_order: true, or shuffle_mini_batch: false"
+        yield Violation("rl_config.shuffle_mini_batch", True, "needs guarantee_order = True, which is False", hint)
 
 
 @_rule("rl_config.max_prompt_length", _MAX_TOKENS, "generate_config.max_model_len")

@@ -11,13 +11,14 @@ from __future__ import annotations
 from functools import cached_property
 from typing import Annotated, Any, Literal
 
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, model_validator
 
 from mindspeed_rl.config.model import ModelConfig
 
 Count = Annotated[int, Field(ge=1, strict=True)]
 NonNegative = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
+Decay = Annotated[float, Field(ge=0, lt=1)]
 Switch = Annotated[bool, Field(strict=True)]
 
 
@@ -38,7 +39,10 @@ class MegatronConfig(Section):
     global_batch_size: Count = Field(32, description="prompts per iteration, after which rollout weights are synced")
     train_iters: Count = Field(100, description="iterations to run in all, a resumed run's earlier ones included")
     save_interval: Count = Field(100, description="iterations between checkpoints; the last iteration is saved too")
-    seed: Annotated[int, Field(ge=0)] = Field(1234, description="seed of data order, sampling and initialisation")
+    # with a rollout replica's number added, it still is one of numpy's seeds, which end at 2^32
+    seed: Annotated[int, Field(ge=0, le=2**31 - 1)] = Field(
+        1234, description="seed of data order, sampling and initialisation"
+    )
     # data
     data_path: str | list[str] | None = Field(None, description="jsonl/parquet files, or a preprocessed prefix")
     tokenizer_name_or_path: str | None = Field(None, description="Hugging Face folder that holds the tokenizer")
@@ -74,16 +78,26 @@ class MegatronConfig(Section):
     lr_warmup_fraction: Fraction = Field(0.0, description="share of all optimizer steps spent on linear warm-up")
     weight_decay: NonNegative = Field(0.01, description="decoupled weight decay of AdamW")
     clip_grad: NonNegative = Field(1.0, description="largest global gradient norm; 0: no clipping")
-    adam_beta1: Fraction = Field(0.9, description="decay of the first moment")
-    adam_beta2: Fraction = Field(0.95, description="decay of the second moment")
+    adam_beta1: Decay = Field(0.9, description="decay of the first moment")
+    adam_beta2: Decay = Field(0.95, description="decay of the second moment")
     adam_eps: Annotated[float, Field(gt=0)] = Field(1e-8, description="added to the root of the second moment")
     # checkpoints
-    load: str | None = Field(None, description="Hugging Face folder, or a checkpoint folder of this trainer")
+    load: str | None = Field(
+        None,
+        description="Hugging Face folder, or a checkpoint of this trainer made with the same layout as the run",
+    )
     save: str | None = Field(None, description="folder for checkpoints; null: save none")
     resume: Literal["auto", "never"] = Field("never", description="auto: go on from the newest checkpoint in `save`")
-    finetune: Switch = Field(False, description="take only the weights from `load`: iteration, data start afresh")
-    no_load_optim: Switch = Field(False, description="do not load optimizer and scheduler state")
-    no_load_rng: Switch = Field(False, description="do not load random-number state")
+    finetune: Switch = Field(
+        False,
+        description="take only the weights from `load` (still of the same layout): iteration, data start afresh",
+    )
+    no_load_optim: Switch = Field(
+        False, description="do not load optimizer and scheduler state, neither from `load` nor on `resume`"
+    )
+    no_load_rng: Switch = Field(
+        False, description="do not load random-number state, neither from `load` nor on `resume`"
+    )
     no_save_optim: Switch = Field(False, description="do not save optimizer and scheduler state")
     no_save_rng: Switch = Field(False, description="do not save random-number state")
 
@@ -96,6 +110,13 @@ class ResourceConfig(Section):
         validation_alias=AliasChoices("num_npus", "num_devices"),
         description="number of devices, of whatever kind runs (alias: num_devices)",
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _named_once(cls, value: Any) -> Any:
+        if isinstance(value, dict) and {"num_npus", "num_devices"} <= value.keys():
+            raise ValueError("num_devices is another name of num_npus, which is set too: keep one of the two")
+        return value
 
 
 class CustomRewardConfig(Section):
@@ -111,7 +132,9 @@ class RLConfig(Section):
     use_integrated_worker: Switch = Field(True, description="actor, reference and rollout share each device")
     blocking: Switch = Field(False, description="true: stages in turn; false: scoring starts while others generate")
     guarantee_order: Switch = Field(True, description="TransferDock hands rows out in data-set order")
-    shuffle_mini_batch: Switch = Field(False, description="shuffle the iteration's prompts into mini-batches")
+    shuffle_mini_batch: Switch = Field(
+        False, description="shuffle the iteration's prompts into mini-batches; needs guarantee_order"
+    )
     # algorithm
     gamma: Fraction = Field(1.0, description="reward discount factor")
     lam: Fraction = Field(0.95, description="GAE lambda")
@@ -158,16 +181,27 @@ class RLConfig(Section):
     sample_log_interval: Annotated[int, Field(ge=0)] = Field(10, description="steps between printed samples; 0: none")
 
 
+# Said of every truncation of the sampled distribution
+_OFF_POLICY = (
+    "training scores the untruncated policy: leaving out tokens makes log-probs of rollout and training differ, "
+    "and updates off-policy"
+)
+
+
 class SamplingConfig(Section):
     """Keys of `generate_config.sampling_config`."""
 
     logprobs: Switch | Annotated[int, Field(ge=0, le=1)] = Field(True, description="return sampled tokens' log-probs")
     max_tokens: Count = Field(512, description="longest response in tokens")
     top_p: Annotated[float, Field(gt=0, le=1)] = Field(
-        1.0, description="sample from the most likely tokens that together have this probability"
+        1.0, description=f"sample from the most likely tokens that together have this probability; {_OFF_POLICY}"
     )
-    top_k: Annotated[int, Field(ge=-1)] = Field(-1, description="sample from so many most likely tokens; -1: all")
-    min_p: Fraction = Field(0.0, description="leave out tokens less likely than this share of the most likely one")
+    top_k: Annotated[int, Field(ge=-1)] = Field(
+        -1, description=f"sample from so many most likely tokens; -1: all; {_OFF_POLICY}"
+    )
+    min_p: Fraction = Field(
+        0.0, description=f"leave out tokens less likely than this share of the most likely one; {_OFF_POLICY}"
+    )
     temperature: NonNegative = Field(1.0, description="logits are divided by it before sampling; above 0")
     detokenize: Switch = Field(
         False, description="let vLLM turn tokens into text (only samples' printing needs text)"
@@ -229,7 +263,9 @@ class Config(Section):
     device: Literal["auto", "npu", "cuda", "cpu"] = Field("auto", description="kind of device that runs")
     ray_address: str | None = Field(None, description="running Ray cluster; null: RAY_ADDRESS, else start one here")
     output_dir: str = Field("outputs", description="parent of the run folder: logs, metrics, resolved configuration")
-    run_name: str | None = Field(None, description="name of the run folder; null: configuration name and time")
+    run_name: str | None = Field(
+        None, description="name of the run folder, one path component; null: configuration name and time"
+    )
 
     @cached_property
     def actor(self) -> MegatronConfig:

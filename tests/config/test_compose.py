@@ -148,7 +148,7 @@ def test_required_marker(tmp_path):
 
 def test_actor_config_wins_over_megatron_training():
     cfg, _ = load_config("grpo_trainer_tiny_cpu", ["megatron_training.lr=1e-4", "megatron_training.seed=7"])
-    assert (cfg.actor.lr, cfg.actor.seed) == (2e-3, 7)
+    assert (cfg.actor.lr, cfg.actor.seed) == (1e-3, 7)
 
 
 def test_overrides():
@@ -177,8 +177,19 @@ def test_devices_have_two_names(key, tmp_path):
     assert cfg.rl_config.actor_resource.num_npus == 4
     both = yaml.safe_load(text)
     both["rl_config"]["actor_resource"] = {"num_npus": 4, "num_devices": 2}
-    with pytest.raises(ConfigError, match="another name of num_npus"):
+    with pytest.raises(
+        ConfigError, match="'num_npus': 4, 'num_devices': 2}: num_devices is another name of num_npus"
+    ):
         validate(both)
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_devices_overridden_under_both_names_are_refused(order):
+    overrides = ["rl_config.actor_resource.num_npus=4", "rl_config.actor_resource.num_devices=2"]
+    found = violations_of(*overrides[::order])
+    assert list(found) == ["rl_config.actor_resource"]
+    for part in ("'num_npus': 4", "'num_devices': 2", "keep one of the two"):
+        assert part in found["rl_config.actor_resource"]
 
 
 @pytest.mark.parametrize(
@@ -198,6 +209,15 @@ def test_devices_have_two_names(key, tmp_path):
         ("model=qwen25", "defaults", ["model/qwen25", "did you mean qwen25_"]),
         ("device=gpu", "device", ["'gpu'", "'cuda'", "did you mean npu?"]),
         ("rl_config.adv_estimator=groupnorm", "rl_config.adv_estimator", ["'groupnorm'", "did you mean group_norm?"]),
+        ("actor_config.seed=2147483648", "actor_config.seed", ["less than or equal to 2147483647"]),
+        ("actor_config.adam_beta1=1.0", "actor_config.adam_beta1", ["= 1.0", "less than 1"]),
+        ("actor_config.adam_beta2=1", "actor_config.adam_beta2", ["less than 1"]),
+        # two branches refuse it: the section's other keys stay as they are, and no rule complains about defaults
+        (
+            "generate_config.sampling_config.logprobs=5",
+            "generate_config.sampling_config.logprobs",
+            ["= 5", "true or false", "less than or equal to 1"],
+        ),
         ("rl_config.blocking=yes", "rl_config.blocking", ["'yes'", "write true or false"]),
         ("rl_config.epochs=0", "rl_config.epochs", ["= 0", "greater than or equal to 1"]),
         ("rl_config.epochs=1.5", "rl_config.epochs", ["1.5", "whole number"]),

@@ -26,6 +26,14 @@ EXAMPLES = {
         ["actor_config.resume=auto", "actor_config.save=null"],
         "actor_config.resume", "auto", "`save`, which is not set", "set actor_config.save",
     ),
+    "run_name_is_one_folder": (
+        ["run_name=a/b"],
+        "run_name", "a/b", "name of one folder", "set output_dir",
+    ),
+    "shuffling_needs_order": (
+        ["rl_config.shuffle_mini_batch=true", "rl_config.guarantee_order=false"],
+        "rl_config.shuffle_mini_batch", True, "needs guarantee_order", "guarantee_order: true",
+    ),
     "world_holds_training_layout": (
         ["rl_config.actor_resource.num_npus=6", "generate_config.infer_tensor_parallel_size=1"],
         "rl_config.actor_resource.num_npus", 6, "TP x PP = 4 x 1", "4 or 8",
@@ -218,12 +226,21 @@ def test_rules_read_the_keys_they_declare():
         ["rl_config.kl_ctrl_type=adaptive", "rl_config.kl_target=0.05"],
         ["rl_config.lam=0.95", "rl_config.gamma=1.0"],
         ["actor_config.resume=auto", "actor_config.finetune=true"],
+        ["rl_config.shuffle_mini_batch=true", "rl_config.guarantee_order=true"],
+        [f"run_name={'x' * 200}"],
+        ["run_name=.hidden"],
         ["rl_config.verifier_function=[acc,custom]", "+rl_config.custom_reward_function={path: reward.py}"],
     ],
     ids=lambda overrides: overrides[0],
 )
 def test_allowed(overrides):
     load_config(BASE, overrides)
+
+
+@pytest.mark.parametrize("name", ["''", "' '", "'.'", "..", "latest", "/tmp/x", "x/", "x" * 201, "名" * 67])
+def test_run_names_that_are_no_folder_of_their_own(name):
+    (violation,) = violations_of(f"run_name={name}")
+    assert violation.path == "run_name"
 
 
 def test_custom_reward_without_its_verifier_is_refused():
@@ -244,8 +261,8 @@ def test_rollout_tp_above_the_number_of_key_value_heads():
 HF = {
     "architectures": ["Qwen2ForCausalLM"],
     "num_hidden_layers": 2,
-    "hidden_size": 64,
-    "intermediate_size": 128,
+    "hidden_size": 128,
+    "intermediate_size": 256,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "vocab_size": 16,
