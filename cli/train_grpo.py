@@ -10,7 +10,7 @@ from pathlib import Path
 if __name__ == "__main__":  # run as a file: Python then searches cli/ instead of the repository
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from mindspeed_rl.common.errors import MindSpeedRLError
+from mindspeed_rl.common.command_line import run_command
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -27,11 +27,7 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit code: 0, 2 for a wrong configuration, else that of the error."""
     args = build_parser().parse_intermixed_args(argv)
-    try:
-        return _run(args)
-    except MindSpeedRLError as error:
-        print(error, file=sys.stderr)
-        return error.exit_code
+    return run_command(lambda: _run(args))
 
 
 def _run(args: argparse.Namespace) -> int:

@@ -233,17 +233,22 @@ class CheckpointReader:
         Raises:
             CheckpointError: another layout wrote the checkpoint (names both), or the file is corrupt.
         """
-        if layout is not None and _sizes(layout) != self.layout:
-            raise CheckpointError(
-                f"{self.path} was written by layout {self.layout} and cannot be loaded into layout {_sizes(layout)}: "
-                "use the same layout, or convert the weights to a Hugging Face folder and load that"
-            )
+        if layout is not None:
+            self.check_layout(layout)
         name = _rank_file(rank)
         if name not in self._files:
             raise CheckpointError(f"{self.path} has no rank {rank}: layout {self.layout} wrote it")
         self._check_size(name)
         self._check_content(name)
         return torch.load(self.path / name, map_location="cpu", weights_only=True, mmap=mmap)
+
+    def check_layout(self, layout: ParallelSizes) -> None:
+        """Raise `CheckpointError`, naming both, if another layout wrote the checkpoint."""
+        if _sizes(layout) != self.layout:
+            raise CheckpointError(
+                f"{self.path} was written by layout {self.layout} and cannot be loaded into layout {_sizes(layout)}: "
+                "use the same layout, or convert the weights to a Hugging Face folder and load that"
+            )
 
     def _check_size(self, name: str) -> None:
         path, expected = self.path / name, self._files[name]["bytes"]

@@ -6,22 +6,19 @@ The driver holds no samples: prompts go into the TransferDock, and every stage c
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from mindspeed_rl.algorithms.kl import make_kl_controller
-from mindspeed_rl.checkpoint.state import CheckpointStore
-from mindspeed_rl.config.layout import Layout
 from mindspeed_rl.config.schema import Config
-from mindspeed_rl.data.prompts import PromptDataset
-from mindspeed_rl.data.sampler import PromptSampler, permutation
+from mindspeed_rl.data.sampler import permutation
 from mindspeed_rl.metrics.loggers import MetricLogger
+from mindspeed_rl.trainer.inputs import Inputs
 from mindspeed_rl.trainer.report import StepReport
 from mindspeed_rl.transfer_dock.spec import TransferDock
 from mindspeed_rl.workers.group import WorkerGroup, flatten, wait
-from mindspeed_rl.workers.integrated_worker import Source
 from mindspeed_rl.workers.stages import scoring_stages
 
 
@@ -30,43 +27,39 @@ class GRPOTrainer:
 
     Args:
         config: the run's configuration.
-        layout: its parallel layout and batch arithmetic.
-        dataset: prompts.
+        inputs: data, layout, checkpoints: what the run reads and where it goes on.
         workers: the integrated workers, started.
         reward: handle of the reward worker (a Ray actor).
         dock: the sample plane between all of them.
         loggers: where metrics go.
-        store: where checkpoints go; None: nowhere.
-        source: where the run's weights came from.
-        report: turns what the workers say into the step's metrics.
     """
 
     def __init__(
         self,
         config: Config,
-        layout: Layout,
-        dataset: PromptDataset,
+        inputs: Inputs,
         workers: WorkerGroup,
         reward: Any,
         dock: TransferDock,
         loggers: Sequence[MetricLogger],
-        store: CheckpointStore | None,
-        source: Source,
-        report: Callable[[], StepReport],
     ):
-        self.config, self.rl, self.layout = config, config.rl_config, layout
-        self.dataset, self.workers, self.reward, self.dock = dataset, workers, reward, dock
-        self.loggers, self.store, self.source, self.new_report = loggers, store, source, report
-        actor = config.actor
-        self.sampler = PromptSampler(len(dataset), actor.global_batch_size, actor.seed, shuffle=not actor.no_shuffle)
+        self.config, self.rl = config, config.rl_config
+        self.inputs, self.layout, self.sampler, self.store = inputs, inputs.layout, inputs.sampler, inputs.store
+        self.workers, self.reward, self.dock, self.loggers = workers, reward, dock, loggers
         self.kl_controller = make_kl_controller(self.rl)
-        self.iteration = 0  # iterations completed
+        self.iteration = inputs.completed
+        if inputs.state is not None:
+            self.kl_controller.load_state_dict(inputs.state["kl_controller"])
         self._waited: dict[str, float] = {}  # seconds that stages have waited for the dock so far
 
     def fit(self) -> None:
         """Train until `train_iters` iterations are complete."""
         while self.iteration < self.config.actor.train_iters:
-            report, start, kl_coef = self.new_report(), time.perf_counter(), self.kl_controller.value
+            report, start, kl_coef = (
+                StepReport(self.config, self.layout, self.inputs.model),
+                time.perf_counter(),
+                self.kl_controller.value,
+            )
             self._train_iteration(report)
             report.seconds["all"] = time.perf_counter() - start
             self.iteration += 1
@@ -92,7 +85,7 @@ class GRPOTrainer:
 
     def _put_prompts(self) -> None:
         """Open the iteration in the dock with one row for each sample to be generated."""
-        group, samples = self.rl.n_samples_per_prompt, [self.dataset[i] for i in next(self.sampler)]
+        group, samples = self.rl.n_samples_per_prompt, [self.inputs.dataset[i] for i in next(self.sampler)]
         block = self.rl.mini_batch_size * group
         orders = {}
         if self.rl.shuffle_mini_batch:
@@ -143,15 +136,12 @@ class GRPOTrainer:
 
     def state_dict(self) -> dict[str, Any]:
         """What the driver must remember to go on exactly: position in the data, KL coefficient."""
+        actor = self.config.actor
+        saved = {"optimizer": not actor.no_save_optim, "rng": not actor.no_save_rng}
         return {
             "iteration": self.iteration,
             "sampler": self.sampler.state_dict(),
             "kl_controller": self.kl_controller.state_dict(),
-            "start_weights": self.source.weights,
+            "start_weights": self.inputs.source.weights,
+            "saved": [part for part, is_saved in saved.items() if is_saved],
         }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from what `state_dict` returned."""
-        self.iteration = state["iteration"]
-        self.sampler.load_state_dict(state["sampler"])
-        self.kl_controller.load_state_dict(state["kl_controller"])

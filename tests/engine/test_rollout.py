@@ -111,3 +111,9 @@ def test_greedy_output_equals_that_of_transformers(family: str, folders: dict[st
     for prompt, tokens in zip(PROMPTS, result["tokens"], strict=True):
         expected = model.generate(torch.tensor([prompt]), max_new_tokens=MAX_TOKENS, do_sample=False, pad_token_id=0)
         assert tokens == expected[0, len(prompt) :].tolist()
+
+
+def test_nothing_stays_in_shared_memory(folders: dict[str, str]) -> None:
+    before = set(Path("/dev/shm").iterdir())
+    run_ranks(2, rollout, folders["qwen2-tied"], {}, 2, 0.8)  # its ranks exit without any cleaning up
+    assert [path for path in Path("/dev/shm").iterdir() if path not in before and "sem." not in path.name] == []

@@ -98,6 +98,18 @@ def test_data_that_cannot_be_used(
     assert_refused(capsys, train(), 1, *fragments)
 
 
+@pytest.mark.parametrize(("key", "value"), [("actor_config.save", "/proc/save"), ("output_dir", "/proc/outputs")])
+def test_folder_that_cannot_be_written(
+    key: str, value: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert_refused(capsys, train(f"{key}={value}"), 2, f"{key} = '{value}'", "cannot be written")
+
+
+def test_device_that_is_not_there(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code = train("device=npu", "generate_config.dtype=bfloat16")
+    assert_refused(capsys, code, 2, "device = 'npu'", "torch_npu is not installed")
+
+
 def test_response_length_of_nothing(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code = train("generate_config.sampling_config.max_tokens=0")
     assert_refused(capsys, code, 2, "generate_config.sampling_config.max_tokens = 0")

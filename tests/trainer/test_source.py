@@ -9,7 +9,7 @@ from mindspeed_rl.checkpoint.state import CheckpointStore
 from mindspeed_rl.common.errors import CheckpointError
 from mindspeed_rl.config.layout import derive_layout
 from mindspeed_rl.config.schema import Config
-from mindspeed_rl.trainer.launch import _choose_source
+from mindspeed_rl.trainer.inputs import choose_source
 from mindspeed_rl.workers.integrated_worker import Source
 
 
@@ -21,7 +21,9 @@ def config(tmp_path: Path, **actor: Any) -> Config:
     )
 
 
-def save_checkpoint(root: Path, hf_folder: Path, iteration: int, start_weights: Path) -> Path:
+def save_checkpoint(
+    root: Path, hf_folder: Path, iteration: int, start_weights: Path, saved: list[str] | None = None
+) -> Path:
     layout = derive_layout(config(root.parent))
     store = CheckpointStore(root, hf_folder=hf_folder, layout=layout)
     store.begin(iteration)
@@ -31,23 +33,22 @@ def save_checkpoint(root: Path, hf_folder: Path, iteration: int, start_weights: 
         "sampler": {"used": 7},
         "kl_controller": {},
         "start_weights": str(start_weights),
+        "saved": saved or [],
     }
     return store.commit(iteration, trainer)
 
 
 def test_hugging_face_folder_is_a_new_run(tiny_model_dir: Path, tmp_path: Path) -> None:
-    source, state = _choose_source(config(tmp_path, load=str(tiny_model_dir)))
+    source, state = choose_source(config(tmp_path, load=str(tiny_model_dir)))
     assert source == Source(hf_folder=str(tiny_model_dir), weights=str(tiny_model_dir))
     assert state is None
 
 
 def test_resume_takes_everything_of_the_newest_checkpoint(tiny_model_dir: Path, tmp_path: Path) -> None:
     save_checkpoint(tmp_path / "save", tiny_model_dir, 1, tiny_model_dir)
-    newest = save_checkpoint(tmp_path / "save", tiny_model_dir, 2, tiny_model_dir)
-    # finetune and no_load_* say how `load` is taken; an interrupted run goes on whole
-    source, state = _choose_source(
-        config(tmp_path, load=str(tiny_model_dir), resume="auto", finetune=True, no_load_optim=True, no_load_rng=True)
-    )
+    newest = save_checkpoint(tmp_path / "save", tiny_model_dir, 2, tiny_model_dir, ["optimizer", "rng"])
+    # finetune says how `load` is taken; an interrupted run goes on whole
+    source, state = choose_source(config(tmp_path, load=str(tiny_model_dir), resume="auto", finetune=True))
     assert source == Source(str(tiny_model_dir), str(tiny_model_dir), str(newest), load_optim=True, load_rng=True)
     assert state is not None
     assert state["iteration"] == 2
@@ -55,13 +56,13 @@ def test_resume_takes_everything_of_the_newest_checkpoint(tiny_model_dir: Path, 
 
 
 def test_resume_without_a_checkpoint_starts_from_load(tiny_model_dir: Path, tmp_path: Path) -> None:
-    source, state = _choose_source(config(tmp_path, load=str(tiny_model_dir), resume="auto"))
+    source, state = choose_source(config(tmp_path, load=str(tiny_model_dir), resume="auto"))
     assert (source.state, state) == (None, None)
 
 
 def test_loading_a_checkpoint_goes_on_and_keeps_the_first_reference(tiny_model_dir: Path, tmp_path: Path) -> None:
-    checkpoint = save_checkpoint(tmp_path / "old", tiny_model_dir, 3, tiny_model_dir)
-    source, state = _choose_source(config(tmp_path, load=str(tmp_path / "old"), no_load_optim=True))
+    checkpoint = save_checkpoint(tmp_path / "old", tiny_model_dir, 3, tiny_model_dir, ["rng"])
+    source, state = choose_source(config(tmp_path, load=str(tmp_path / "old"), no_load_optim=True))
     assert source.state == str(checkpoint)
     assert source.weights == str(tiny_model_dir)
     assert (source.load_optim, source.load_rng) == (False, True)
@@ -71,7 +72,7 @@ def test_loading_a_checkpoint_goes_on_and_keeps_the_first_reference(tiny_model_d
 
 def test_finetuning_takes_the_weights_alone(tiny_model_dir: Path, tmp_path: Path) -> None:
     checkpoint = save_checkpoint(tmp_path / "old", tiny_model_dir, 3, tiny_model_dir)
-    source, state = _choose_source(config(tmp_path, load=str(tmp_path / "old"), finetune=True))
+    source, state = choose_source(config(tmp_path, load=str(tmp_path / "old"), finetune=True))
     assert source == Source(hf_folder=str(checkpoint / "hf"), weights=str(checkpoint))
     assert state is None
 
@@ -79,4 +80,17 @@ def test_finetuning_takes_the_weights_alone(tiny_model_dir: Path, tmp_path: Path
 def test_the_start_of_a_resumed_run_must_still_be_there(tiny_model_dir: Path, tmp_path: Path) -> None:
     save_checkpoint(tmp_path / "old", tiny_model_dir, 3, tmp_path / "gone")
     with pytest.raises(CheckpointError, match=r"started from .*gone, which is not there"):
-        _choose_source(config(tmp_path, load=str(tmp_path / "old")))
+        choose_source(config(tmp_path, load=str(tmp_path / "old")))
+
+
+@pytest.mark.parametrize(("saved", "key"), [(["rng"], "no_load_optim"), (["optimizer"], "no_load_rng")])
+def test_state_that_was_not_saved_is_missed_before_anything_starts(
+    saved: list[str], key: str, tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    save_checkpoint(tmp_path / "save", tiny_model_dir, 1, tiny_model_dir, saved)
+    settings = {"load": str(tiny_model_dir), "resume": "auto"}
+    with pytest.raises(CheckpointError, match=f"set {key}: true"):
+        choose_source(config(tmp_path, **settings))
+    source, _ = choose_source(config(tmp_path, **settings, **{key: True}))
+    assert source.load_optim == ("optimizer" in saved)
+    assert source.load_rng == ("rng" in saved)

@@ -186,6 +186,46 @@ def test_a_killed_worker_ends_the_run_and_costs_nothing(
     assert steps[-1]["step"] == total
 
 
+def test_interrupting_a_run_leaves_nothing_behind(inputs: Path, tmp_path: Path) -> None:
+    process = subprocess.Popen(
+        command(inputs, tmp_path, "megatron_training.train_iters=1000", "run_name=run"),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    shared_memory = set(Path("/dev/shm").iterdir())
+    deadline = time.monotonic() + 200
+    while not (tmp_path / "run" / "metrics.jsonl").exists():
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    started = psutil.Process(process.pid).children(recursive=True)
+    process.send_signal(signal.SIGINT)
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 130, stderr[-2000:]
+    assert stderr.rstrip().endswith("interrupted")
+    assert "Traceback" not in stderr
+    _, alive = psutil.wait_procs(started, timeout=30)
+    assert alive == []
+    assert [path for path in Path("/dev/shm").iterdir() if path not in shared_memory] == []
+
+
+def test_a_complete_run_has_nothing_left_to_do(inputs: Path, tmp_path: Path) -> None:
+    run(inputs, tmp_path, "megatron_training.train_iters=1", "actor_config.no_save_optim=true")
+    again = command(inputs, tmp_path, "megatron_training.train_iters=1", "actor_config.resume=auto")
+    done = subprocess.run([*again, "actor_config.no_load_optim=true"], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0
+    assert "nothing to do" in done.stdout
+    # what was not saved, and a position in other data, are missed before anything starts
+    more = [*again, "megatron_training.train_iters=2"]
+    without = subprocess.run(more, capture_output=True, text=True, timeout=100)
+    assert (without.returncode, "set no_load_optim: true" in without.stderr) == (1, True)
+    (tmp_path / "data.jsonl").write_text((inputs / "data.jsonl").read_text() * 2)
+    other = [*more, "actor_config.no_load_optim=true", f"megatron_training.data_path={tmp_path}/data.jsonl"]
+    moved = subprocess.run(other, capture_output=True, text=True, timeout=100)
+    assert (moved.returncode, "data position cannot be resumed: size was 16" in moved.stderr) == (1, True)
+
+
 def test_failing_verifiers_are_counted_and_do_not_train(inputs: Path, tmp_path: Path) -> None:
     (step,) = run(
         inputs,

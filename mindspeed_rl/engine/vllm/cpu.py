@@ -10,6 +10,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+SHARED_MEMORY = Path("/dev/shm")
+
 
 @contextmanager
 def private_shared_memory() -> Iterator[None]:
@@ -35,8 +37,17 @@ def private_shared_memory() -> Iterator[None]:
     finally:
         shared_memory.make_group_name = staticmethod(original)
         dist.barrier()
-        for path in Path("/dev/shm").glob(f"{name[0]}*"):
+        for path in [*SHARED_MEMORY.glob(f"{name[0]}*"), *_broadcast_queues()]:
             path.unlink(missing_ok=True)  # another rank may have been faster
+
+
+def _broadcast_queues() -> list[Path]:
+    """Files of vLLM's object queues between tensor-parallel ranks."""
+    from vllm.distributed import parallel_state
+
+    queue = getattr(parallel_state._TP, "mq_broadcaster", None)
+    buffer = getattr(queue, "buffer", None)
+    return [SHARED_MEMORY / buffer.shared_memory.name] if buffer is not None else []
 
 
 def reload_weights(worker: Any, weights: Any) -> None:

@@ -1,0 +1,132 @@
+"""Everything a run reads, found and checked before a device is touched."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from mindspeed_rl.checkpoint.hf import HFWeights
+from mindspeed_rl.checkpoint.state import CheckpointReader, CheckpointStore
+from mindspeed_rl.common.errors import CheckpointError, ConfigError, Violation
+from mindspeed_rl.config.files import resolve_model
+from mindspeed_rl.config.layout import Layout, derive_layout
+from mindspeed_rl.config.model import ModelConfig
+from mindspeed_rl.config.schema import Config
+from mindspeed_rl.data.prompts import PromptDataset, load_prompts
+from mindspeed_rl.data.sampler import PromptSampler
+from mindspeed_rl.data.tokenizer import check_tokenizer, load_tokenizer
+from mindspeed_rl.resharding.names import check_hf_names
+from mindspeed_rl.rewards.manager import RewardManager
+from mindspeed_rl.workers.integrated_worker import Source
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What `prepare` found."""
+
+    model: ModelConfig
+    layout: Layout
+    source: Source
+    state: dict[str, Any] | None  # the driver's state in the checkpoint that the run goes on from
+    tokenizer: PreTrainedTokenizerBase
+    dataset: PromptDataset
+    sampler: PromptSampler  # at the position where the run goes on
+    store: CheckpointStore | None
+
+    @property
+    def completed(self) -> int:
+        """Iterations that are done already."""
+        return self.state["iteration"] if self.state else 0
+
+
+def prepare(config: Config) -> Inputs:
+    """Open and check what the configuration names.
+
+    Raises:
+        MindSpeedRLError: weights, checkpoint, tokenizer, data or verifiers cannot be used, or a folder not written.
+    """
+    actor = config.actor
+    model, layout = resolve_model(config), derive_layout(config)
+    source, state = choose_source(config)
+    if (Path(source.weights) / "config.json").exists():
+        check_hf_names(model, HFWeights(source.weights).names)
+    else:
+        CheckpointReader(source.weights).check_layout(layout)
+    if source.state is not None:
+        CheckpointReader(source.state).check_layout(layout)
+    RewardManager(config.rl_config).close()  # verifiers load, or say why not
+    trust = config.generate_config.trust_remote_code
+    tokenizer = load_tokenizer(actor.tokenizer_name_or_path or source.hf_folder, trust)
+    check_tokenizer(tokenizer, model)
+    dataset = load_prompts(actor, config.rl_config, tokenizer)
+    sampler = PromptSampler(len(dataset), actor.global_batch_size, actor.seed, shuffle=not actor.no_shuffle)
+    if state is not None:
+        sampler.load_state_dict(state["sampler"])
+    store = None
+    if actor.save:
+        _check_writable("actor_config.save", actor.save)
+        store = CheckpointStore(actor.save, hf_folder=source.hf_folder, model=model, layout=layout)
+    _check_writable("output_dir", config.output_dir)
+    return Inputs(model, layout, source, state, tokenizer, dataset, sampler, store)
+
+
+def _check_writable(key: str, folder: str) -> None:
+    """Now, and not when the first checkpoint is due."""
+    try:
+        os.makedirs(folder, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise ConfigError([Violation(key, folder, f"cannot be written to: {error.strerror}")]) from error
+
+
+def choose_source(config: Config) -> tuple[Source, dict[str, Any] | None]:
+    """Weights and state to start from, and the driver's state if the run goes on from a checkpoint."""
+    actor = config.actor
+    assert actor.load is not None, "checked by the configuration's rules"
+    newest = CheckpointStore(actor.save).latest() if actor.save and actor.resume == "auto" else None
+    load_is_hf = os.path.exists(os.path.join(actor.load, "config.json"))
+    if newest is None and load_is_hf:
+        return Source(hf_folder=actor.load, weights=actor.load), None
+    checkpoint = newest or CheckpointStore.find(actor.load)
+    hf_folder = actor.load if load_is_hf else str(Path(checkpoint) / "hf")
+    if newest is None and actor.finetune:
+        return Source(hf_folder=hf_folder, weights=str(checkpoint)), None
+    state = CheckpointStore.load_trainer(checkpoint)
+    if state.get("weights_only"):  # converted from a Hugging Face folder: there is no run to go on with
+        return Source(hf_folder=hf_folder, weights=str(checkpoint)), None
+    # the reference is what the run once started from, not the checkpoint
+    start = state["start_weights"]
+    if not os.path.exists(start):
+        raise CheckpointError(
+            f"{checkpoint} goes on from a run that started from {start}, which is not there any more"
+        )
+    for part, wanted, key in (
+        ("optimizer", not actor.no_load_optim, "no_load_optim"),
+        ("rng", not actor.no_load_rng, "no_load_rng"),
+    ):
+        if wanted and part not in state["saved"]:
+            raise CheckpointError(f"{checkpoint} was saved without {part} state: set {key}: true to go on without it")
+    source = Source(
+        hf_folder=hf_folder,
+        weights=start,
+        state=str(checkpoint),
+        load_optim=not actor.no_load_optim,
+        load_rng=not actor.no_load_rng,
+    )
+    return source, state
+
+
+def stop_tokens(tokenizer: PreTrainedTokenizerBase, hf_folder: str) -> list[int]:
+    """Ids that end a response: the tokenizer's, and those of the model's generation settings."""
+    stops = {tokenizer.eos_token_id}
+    path = Path(hf_folder) / "generation_config.json"
+    if path.exists():
+        configured = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id") or []
+        stops |= set(configured if isinstance(configured, list) else [configured])
+    return sorted(stop for stop in stops if stop is not None)
