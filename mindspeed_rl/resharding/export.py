@@ -73,6 +73,7 @@ def plan_export(
 ) -> list[Bucket]:
     """The buckets of an export: equal on every rank, to be reused while names, shapes and dtypes stay.
 
+    A shard larger than `bucket_bytes` has a bucket of its own; the shards of any other bucket fit into that size.
     All ranks of the pipeline group call this together (one small object collective, for the dtypes).
 
     Raises:
@@ -117,27 +118,19 @@ def _local_dtypes(
 
 
 def export_hf(
-    local_params: Mapping[str, torch.Tensor],
-    model: ModelConfig,
-    topology: Topology,
-    bucket_bytes: int,
-    plan: list[Bucket] | None = None,
+    local_params: Mapping[str, torch.Tensor], topology: Topology, plan: list[Bucket]
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Every tensor of the Hugging Face checkpoint, in full, in the same order on every rank.
 
     All ranks iterate together and to the end: a bucket's collectives run when its first tensor is asked for.
-    Beside the tensors handed out, (tensor-parallel size + 1) x `bucket_bytes` of memory are in use; a shard larger
-    than `bucket_bytes` has a bucket of its own. Tensors keep their dtype and device; they may be views of the
-    parameters, so they are to be read or copied, not written.
+    Beside the tensors handed out, (tensor-parallel size + 1) x one bucket of memory are in use. Tensors keep their
+    dtype and device; they may be views of the parameters, so they are to be read or copied, not written.
 
     Args:
         local_params: this rank's shards by Megatron name, layers counted from 0 on each stage.
-        plan: result of `plan_export`; made afresh if None.
-
-    Raises:
-        CheckpointError: see `plan_export`.
+        plan: result of `plan_export` for parameters of these names, shapes and dtypes.
     """
-    for bucket in plan_export(local_params, model, topology, bucket_bytes) if plan is None else plan:
+    for bucket in plan:
         if topology.tp_group is None and topology.pp_group is None:
             for slot in bucket.slots:
                 yield from slot.parameter.to_hf(local_params[slot.local_name].detach())

@@ -88,8 +88,8 @@ def export_and_compare(rank, layout, models, rendezvous):
         local = shards_of(weights, model, layout, topology.tp_rank, topology.pp_rank)
         plan = plan_export(local, model, topology, BUCKET)
         calls.clear()
-        # twice, the second time with a plan that is reused and a consumer that keeps every tensor
-        for exported in (export_hf(local, model, topology, BUCKET), list(export_hf(local, model, topology, 1, plan))):
+        # twice with one plan, the second time with a consumer that keeps every tensor
+        for exported in (export_hf(local, topology, plan), list(export_hf(local, topology, plan))):
             names = []
             for name, tensor in exported:
                 names.append(name)
@@ -121,7 +121,8 @@ def test_one_rank_copies_no_more_than_the_layout_needs():
     layout = WeightLayout.even(model)
     weights = full_weights(model)
     local = shards_of(weights, model, layout, 0, 0)
-    exported = dict(export_hf(local, model, Topology(layout), BUCKET))
+    topology = Topology(layout)
+    exported = dict(export_hf(local, topology, plan_export(local, model, topology, BUCKET)))
     assert exported.keys() == weights.keys()
     assert all(torch.equal(exported[name], weights[name]) for name in weights)
     shared = exported["model.layers.0.mlp.up_proj.weight"].untyped_storage().data_ptr()
@@ -151,7 +152,7 @@ def test_parameters_that_do_not_fit_the_table_are_named():
     topology = Topology(layout)
     final = local.pop("decoder.final_layernorm.weight")
     with pytest.raises(CheckpointError, match=r"lacks 1 parameters of the name table: decoder\.final_layernorm"):
-        next(export_hf(local, model, topology, BUCKET))
+        plan_export(local, model, topology, BUCKET)
     local["decoder.final_layernorm.weight"] = final[:3]
     with pytest.raises(CheckpointError, match=r"shape \(3,\), but the name table says \(16,\) at TP size 1"):
-        next(export_hf(local, model, topology, BUCKET))
+        plan_export(local, model, topology, BUCKET)

@@ -123,7 +123,7 @@ class MegatronEngine:
         )
         if self._export_plan is None:
             self._export_plan = plan_export(parameters, self.model_config, topology, bucket_bytes)
-        return export_hf(parameters, self.model_config, topology, bucket_bytes, self._export_plan)
+        return export_hf(parameters, topology, self._export_plan)
 
     # ---- passes --------------------------------------------------------------------------------------------------
 
