@@ -14,10 +14,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from mindspeed_rl.algorithms.log_ratio import clamp_log_ratio
 from mindspeed_rl.algorithms.registry import Registry
 from mindspeed_rl.config.schema import RLConfig
 
-MAX_LOG_RATIO = 20.0
 MAX_LOW_VAR_KL = 10.0
 MAX_RELATIVE_ERROR = 0.2
 
@@ -49,7 +49,7 @@ def k3(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
 
     Gradient: (1 − e^d)·∇ℓ, and none where either clamp holds.
     """
-    d = (ref_log_probs - log_probs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    d = clamp_log_ratio(ref_log_probs - log_probs)
     # expm1 keeps the digits that e^d − 1 loses near d = 0, where training starts
     return (torch.expm1(d) - d).clamp(-MAX_LOW_VAR_KL, MAX_LOW_VAR_KL)
 

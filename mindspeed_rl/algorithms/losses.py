@@ -11,11 +11,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from mindspeed_rl.algorithms.log_ratio import clamp_log_ratio
 from mindspeed_rl.algorithms.registry import Registry
 from mindspeed_rl.config.schema import RLConfig
-
-# exp of more overflows float32, and the gradient of a clipped infinity is NaN
-MAX_LOG_RATIO = 20.0
 
 
 @dataclass(frozen=True)
@@ -50,7 +48,7 @@ def clipped_surrogate(
     Returns:
         loss [R], and [R] bool: where clipping took the gradient away.
     """
-    ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    ratio = clamp_log_ratio(log_ratio).exp()
     unclipped = -advantages * ratio
     clipped = -advantages * ratio.clamp(1 - clip_low, 1 + clip_high)
     return torch.maximum(unclipped, clipped), clipped > unclipped

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from mindspeed_rl.algorithms.log_ratio import clamp_log_ratio
 from mindspeed_rl.common.metric import MetricSet
 
-MAX_LOG_RATIO = 20.0
 WEIGHT_BOUNDS = (0.5, 2.0)
 
 
@@ -29,7 +29,7 @@ def mismatch_metrics(old_log_probs: Tensor, rollout_log_probs: Tensor, mask: Ten
     # one transfer each; all that follows is small and wants float64
     old, rollout = old_log_probs.detach().cpu().double(), rollout_log_probs.detach().cpu().double()
     d = (old - rollout)[counted]
-    exponent = d.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    exponent = clamp_log_ratio(d)
     weight = exponent.exp()
     low, high = WEIGHT_BOUNDS
     metrics = MetricSet()
