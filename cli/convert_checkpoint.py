@@ -23,7 +23,8 @@ import torch
 from mindspeed_rl.checkpoint.files import new_folder
 from mindspeed_rl.checkpoint.hf import HFWeights, write_hf
 from mindspeed_rl.checkpoint.state import CheckpointReader, CheckpointStore, is_checkpoint, open_checkpoint
-from mindspeed_rl.common.errors import CheckpointError, MindSpeedRLError
+from mindspeed_rl.common.command_line import run_command
+from mindspeed_rl.common.errors import CheckpointError
 from mindspeed_rl.config.model import ModelConfig
 from mindspeed_rl.resharding.layout import WeightLayout
 from mindspeed_rl.resharding.names import check_hf_names
@@ -42,26 +43,25 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def _count(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is less than 1")
-    return value
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
+    return int(text)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit code."""
     parser = build_parser()
     args = parser.parse_args(argv)
-    try:
-        if args.direction == "hf2mcore":
-            hf_to_mcore(args.load, args.save, args.tensor_parallel or 1, args.pipeline_parallel or 1)
-        elif args.tensor_parallel or args.pipeline_parallel:
-            parser.error("mcore2hf reads the layout from the checkpoint: leave out --tensor/pipeline-parallel")
-        else:
-            mcore_to_hf(args.load, args.save)
-    except MindSpeedRLError as error:
-        print(error, file=sys.stderr)
-        return error.exit_code
+    if args.direction == "mcore2hf" and (args.tensor_parallel or args.pipeline_parallel):
+        parser.error("mcore2hf reads the layout from the checkpoint: leave out --tensor/pipeline-parallel")
+    return run_command(lambda: _convert(args))
+
+
+def _convert(args: argparse.Namespace) -> int:
+    if args.direction == "hf2mcore":
+        hf_to_mcore(args.load, args.save, args.tensor_parallel or 1, args.pipeline_parallel or 1)
+    else:
+        mcore_to_hf(args.load, args.save)
     print(f"wrote {args.save}")
     return 0
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,8 +16,10 @@ if __name__ == "__main__":  # run as a file: Python then searches cli/ instead o
 
 import yaml
 
-from mindspeed_rl.common.errors import DataError, MindSpeedRLError
-from mindspeed_rl.data.tasks import TaskOptions, TaskRows, generate_rows
+from mindspeed_rl.common.command_line import run_command
+from mindspeed_rl.common.errors import DataError
+from mindspeed_rl.common.files import replacing
+from mindspeed_rl.data.tasks import TaskOptions, generate_rows
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -39,22 +40,24 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit code."""
     args = build_parser().parse_args(argv)
-    try:
-        options = TaskOptions(
-            task=args.task,
-            size=args.size,
-            seed=args.seed,
-            config=dict(_setting(text) for text in args.config),
-            prompt_template=args.prompt_template,
-            answer_pattern=args.answer_pattern,
-            dedupe=args.dedupe,
-            strip_spaces=args.strip_spaces,
-        )
-        result = generate_rows(options)
-    except MindSpeedRLError as error:
-        print(error, file=sys.stderr)
-        return error.exit_code
-    _write(result, args.output)
+    return run_command(lambda: _make_data(args))
+
+
+def _make_data(args: argparse.Namespace) -> int:
+    options = TaskOptions(
+        task=args.task,
+        size=args.size,
+        seed=args.seed,
+        config=dict(_setting(text) for text in args.config),
+        prompt_template=args.prompt_template,
+        answer_pattern=args.answer_pattern,
+        dedupe=args.dedupe,
+        strip_spaces=args.strip_spaces,
+    )
+    result = generate_rows(options)
+    with replacing(args.output) as unfinished, unfinished.open("w", encoding="utf-8") as lines:
+        for row in result.rows:
+            lines.write(json.dumps(row, ensure_ascii=False) + "\n")
     dropped = ", ".join(f"{count} for {reason}" for reason, count in result.dropped.items() if count)
     print(f"{args.output}: {len(result.rows)} rows" + (f" ({dropped} dropped)" if dropped else ""))
     return 0
@@ -64,19 +67,12 @@ def _setting(text: str) -> tuple[str, object]:
     key, equals, value = text.partition("=")
     if not equals:
         raise DataError(f"--config {text!r}: must be key=value")
+    if key in ("size", "seed"):
+        raise DataError(f"--config {text!r}: is no setting of a task, write --{key} {value}")
     try:
         return key, yaml.safe_load(value)
     except yaml.YAMLError as error:
         raise DataError(f"--config {text!r}: the value is not valid YAML") from error
-
-
-def _write(result: TaskRows, output: Path) -> None:
-    output.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = output.with_name(output.name + ".tmp")
-    with unfinished.open("w", encoding="utf-8") as lines:
-        for row in result.rows:
-            lines.write(json.dumps(row, ensure_ascii=False) + "\n")
-    os.replace(unfinished, output)
 
 
 if __name__ == "__main__":

@@ -19,8 +19,9 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 from yaml import YAMLError
 
-from mindspeed_rl.common.errors import ConfigError, MindSpeedRLError, Violation
-from mindspeed_rl.config.compose import shipped_configs
+from mindspeed_rl.common.command_line import run_command
+from mindspeed_rl.common.errors import ConfigError, Violation
+from mindspeed_rl.config.compose import shipped_configs, type_violations
 from mindspeed_rl.data.preprocess import PreprocessConfig, preprocess
 
 
@@ -37,12 +38,12 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit code: 0, 2 for a wrong configuration, 1 for data that cannot be used."""
     args = build_parser().parse_args(argv)
-    try:
-        file = _find(args.name)
-        result = preprocess(_load(file, args.overrides), file.stem)
-    except MindSpeedRLError as error:
-        print(error, file=sys.stderr)
-        return error.exit_code
+    return run_command(lambda: _preprocess(args))
+
+
+def _preprocess(args: argparse.Namespace) -> int:
+    file = _find(args.name)
+    result = preprocess(_load(file, args.overrides), file.stem)
     dropped = f" ({result.dropped_too_long} too long and dropped)" if result.dropped_too_long else ""
     print(f"{result.file}: {result.rows} rows{dropped}")
     return 0
@@ -64,16 +65,14 @@ def _load(file: Path, overrides: Sequence[str]) -> PreprocessConfig:
     try:
         merged = OmegaConf.merge(OmegaConf.load(file), OmegaConf.from_dotlist(list(overrides)))
         raw: Any = OmegaConf.to_container(merged, resolve=True)
-        return PreprocessConfig.model_validate(raw)
-    except (OmegaConfBaseException, YAMLError) as error:
+    except (OmegaConfBaseException, YAMLError, UnicodeDecodeError) as error:
         raise ConfigError([Violation(str(file), list(overrides), f"cannot be read: {error}")]) from error
+    if not isinstance(raw, dict):
+        raise ConfigError([Violation(str(file), raw, "is not a mapping of keys to values")])
+    try:
+        return PreprocessConfig.model_validate(raw)
     except ValidationError as error:
-        raise ConfigError(
-            [
-                Violation(".".join(map(str, item["loc"])) or str(file), item["input"], item["msg"])
-                for item in error.errors()
-            ]
-        ) from error
+        raise ConfigError(list(type_violations(raw, error, PreprocessConfig).values())) from error
 
 
 if __name__ == "__main__":

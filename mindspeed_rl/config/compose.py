@@ -227,7 +227,9 @@ def _locate(raw: Any, loc: Sequence[str | int], error_type: str) -> list[str | i
     for key in loc:
         is_key = key in raw if isinstance(raw, dict) else isinstance(raw, list) and isinstance(key, int)
         if not is_key:
-            return [*keys, key] if error_type == "missing" else keys
+            # not there, yet at fault: a key that must be given, or whose default does not go with the others
+            absent = error_type == "missing" or (error_type == "value_error" and isinstance(raw, dict))
+            return [*keys, key] if absent else keys
         raw = raw[key]
         keys.append(key)
     return keys

@@ -7,7 +7,6 @@ are tokenised when training loads them, by the tokenizer that trains.
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -16,9 +15,10 @@ from typing import Annotated, Any, Literal
 
 import pyarrow
 import pyarrow.parquet
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
 from mindspeed_rl.common.errors import DataError
+from mindspeed_rl.common.files import replacing
 from mindspeed_rl.data.records import Record, find_files, read_records
 from mindspeed_rl.data.tokenizer import load_tokenizer
 
@@ -60,6 +60,12 @@ PROMPT_TYPES: dict[str, PromptType | None] = {
 }
 
 
+def _known_prompt_type(name: str) -> str:
+    if name not in PROMPT_TYPES:
+        raise ValueError(f"no such prompt type; known are {', '.join(PROMPT_TYPES)}")
+    return name
+
+
 class MapKeys(BaseModel):
     """Columns of the input; a dot reaches into a column (`reward_model.ground_truth`)."""
 
@@ -81,24 +87,25 @@ class PreprocessConfig(BaseModel):
         "AlpacaStyleInstructionHandler", "R1AlpacaStyleInstructionHandler", "SharegptStyleInstructionHandler"
     ] = Field("AlpacaStyleInstructionHandler", description="layout of a row: columns, or a list of chat turns")
     map_keys: MapKeys = MapKeys()
-    prompt_type: str = Field("empty", description="how the question is put, see PROMPT_TYPES")
+    prompt_type: Annotated[str, AfterValidator(_known_prompt_type)] = Field(
+        "empty", description="how the question is put, see PROMPT_TYPES"
+    )
     answer_pattern: Annotated[str, AfterValidator(_one_group)] | None = Field(
         None, description="regular expression whose group in its last match within the response is the answer"
     )
     data_source: str | None = Field(None, description="name in metrics; null: the row's own, else the YAML's name")
     seq_length: Annotated[int, Field(ge=1)] | None = Field(None, description="longer prompts, in tokens, are dropped")
-    tokenizer_name_or_path: str | None = Field(None, description="Hugging Face folder; counts tokens for seq_length")
+    tokenizer_name_or_path: str | None = Field(
+        None, validate_default=True, description="Hugging Face folder; counts tokens for seq_length"
+    )
 
-    @model_validator(mode="after")
-    def _check(self) -> PreprocessConfig:
-        if self.prompt_type not in PROMPT_TYPES:
-            raise ValueError(f"prompt_type = {self.prompt_type!r}: known are {', '.join(PROMPT_TYPES)}")
-        if (self.seq_length is None) != (self.tokenizer_name_or_path is None):
-            raise ValueError(
-                f"seq_length = {self.seq_length!r} and tokenizer_name_or_path = {self.tokenizer_name_or_path!r}: "
-                "set both, to drop long prompts, or neither"
-            )
-        return self
+    @field_validator("tokenizer_name_or_path")
+    @classmethod
+    def _with_seq_length(cls, value: str | None, info: ValidationInfo) -> str | None:
+        # a refused seq_length is not in `data`: one complaint about it is enough
+        if "seq_length" in info.data and (info.data["seq_length"] is None) != (value is None):
+            raise ValueError(f"seq_length = {info.data['seq_length']!r}: set both, to drop long prompts, or neither")
+        return value
 
 
 @dataclass(frozen=True)
@@ -115,6 +122,7 @@ def preprocess(config: PreprocessConfig, name: str) -> PreprocessResult:
 
     Raises:
         DataError: an input that cannot be used (names file and line), or nothing is left.
+        OSError: the output cannot be written.
     """
     handler = HANDLERS[config.handler_name]
     rows = []
@@ -137,10 +145,8 @@ def preprocess(config: PreprocessConfig, name: str) -> PreprocessResult:
     if not kept:
         raise DataError(f"input = {config.input!r}: all {len(rows)} prompts exceed seq_length = {config.seq_length}")
     output = Path(f"{config.output_prefix}.parquet")
-    output.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = output.with_name(output.name + ".tmp")
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(kept), unfinished)
-    os.replace(unfinished, output)
+    with replacing(output) as unfinished:
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(kept), unfinished)
     return PreprocessResult(output, len(kept), len(rows) - len(kept))
 
 

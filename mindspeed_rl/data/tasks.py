@@ -53,6 +53,8 @@ def generate_rows(options: TaskOptions) -> TaskRows:
     Raises:
         DataError: unknown task, setting or template name, a bad pattern, or nothing is left.
     """
+    if options.size < 1:
+        raise DataError(f"size = {options.size}: must be 1 or more")
     dataset, score = _create(options)
     pattern = _compile(options.answer_pattern)
     rows: dict[str, dict[str, Any]] = {}
@@ -86,9 +88,10 @@ def _create(options: TaskOptions) -> tuple[Any, Any]:
         close = difflib.get_close_matches(options.task, DATASETS, n=3)
         hint = f"; did you mean {', '.join(close)}?" if close else ""
         raise DataError(f"task = {options.task!r}: reasoning-gym has no such data set{hint}")
-    known = DATASETS[options.task][1].__dataclass_fields__
+    fields = DATASETS[options.task][1].__dataclass_fields__
+    known = [name for name in fields if name not in ("seed", "size")]  # those two are options of their own
     for key in options.config:
-        if key not in known or key in ("seed", "size"):
+        if key not in known:
             raise DataError(f"config {key!r}: not a setting of {options.task}; there are {', '.join(known)}")
     try:
         dataset = reasoning_gym.create_dataset(options.task, seed=options.seed, size=options.size, **options.config)
@@ -106,10 +109,17 @@ def _compile(pattern: str | None) -> re.Pattern[str] | None:
 
 def _prompt(options: TaskOptions, entry: dict[str, Any]) -> str:
     names = {**entry["metadata"], "question": entry["question"], "answer": entry["answer"]}
-    for _, name, _, _ in Formatter().parse(options.prompt_template):
-        if name is not None and name not in names:
-            raise DataError(f"prompt template {options.prompt_template!r}: no {name!r}, there are {sorted(names)}")
-    prompt = options.prompt_template.format_map(names)
+    try:
+        for _, name, _, _ in Formatter().parse(options.prompt_template):
+            if name is not None and name not in names:
+                raise DataError(
+                    f"prompt template {options.prompt_template!r}: no {name!r}, there are {sorted(names)}"
+                )
+        prompt = options.prompt_template.format_map(names)
+    except DataError:
+        raise
+    except (ValueError, LookupError, TypeError) as error:  # a stray brace, or a format that does not fit the value
+        raise DataError(f"prompt template {options.prompt_template!r}: {error}; write {{{{ for a brace") from error
     return "".join(prompt.split()) if options.strip_spaces else prompt
 
 

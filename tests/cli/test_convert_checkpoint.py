@@ -125,6 +125,25 @@ def test_layouts_that_do_not_divide_the_heads_are_refused(tmp_path, capsys):
     assert not (tmp_path / "new").exists()
 
 
+def test_a_place_that_cannot_be_written(tmp_path, capsys):
+    source = make_model(tmp_path / "source", "llama")
+    (tmp_path / "file").touch()
+    assert convert("hf2mcore", source, tmp_path / "file" / "new") == 1
+    error = capsys.readouterr().err
+    assert str(tmp_path / "file") in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize("count", ["x", "0", "-1", "1.5"])
+def test_sizes_are_whole_numbers(capsys, count):
+    with pytest.raises(SystemExit) as caught:
+        main(["--direction", "hf2mcore", "--load", "a", "--save", "b", f"--tensor-parallel={count}"])
+    assert caught.value.code == 2
+    error = capsys.readouterr().err
+    assert f"argument --tensor-parallel: '{count}' is not a whole number above 0" in error
+    assert "_count" not in error
+
+
 def test_command_line(tmp_path):
     result = subprocess.run(
         [sys.executable, COMMAND, "--direction", "mcore2hf", "--load", tmp_path, "--save", tmp_path / "x"],

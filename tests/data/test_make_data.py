@@ -65,7 +65,14 @@ def test_other_tasks_score_their_own_answers(tmp_path, task):
     [
         (["--task", "chain_sums"], "'chain_sums'.*did you mean chain_sum"),
         (["--task", "chain_sum", "--config", "digits=3"], "'digits'.*min_digits"),
-        (["--task", "chain_sum", "--config", "size=3"], "'size': not a setting"),
+        (["--task", "chain_sum", "--config", "size=3"], "'size=3': is no setting of a task, write --size 3"),
+        (["--task", "chain_sum", "--size", "0"], "size = 0: must be 1 or more"),
+        (["--task", "chain_sum", "--prompt-template", "{question"], "template '{question': expected '}'"),
+        (
+            ["--task", "chain_sum", "--prompt-template", "{question:d}"],
+            "template '{question:d}': Unknown format code",
+        ),
+        (["--task", "chain_sum", "--prompt-template", "{question:{x}}"], "template '{question:{x}}': 'x'"),
         (["--task", "chain_sum", "--config", "digits"], "must be key=value"),
         (["--task", "chain_sum", "--config", "min_digits=0"], "refuses"),
         (["--task", "chain_sum", "--config", "min_digits=[1"], "not valid YAML"),
@@ -78,5 +85,18 @@ def test_other_tasks_score_their_own_answers(tmp_path, task):
 def test_refused(tmp_path, capsys, arguments, expected):
     file = tmp_path / "a.jsonl"
     assert main([*arguments, "--output", str(file)]) == 1
-    assert re.search(expected, capsys.readouterr().err)
-    assert not file.exists()
+    error = capsys.readouterr().err
+    assert re.search(expected, error)
+    assert error.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("output", ["folder", "file/rows.jsonl"])
+def test_an_output_that_cannot_be_written(tmp_path, capsys, output):
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").touch()
+    assert main(["--task", "chain_sum", "--size", "2", "--output", str(tmp_path / output)]) == 1
+    error = capsys.readouterr().err
+    assert str(tmp_path / output.partition("/")[0]) in error
+    assert error.count("\n") == 1
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["file", "folder"]

@@ -111,11 +111,16 @@ GOOD = [{"prompt": "P", "answer": "7"}]
     ("name", "rows", "overrides", "code", "expected"),
     [
         ("gsm9k", GOOD, [], 2, "known: arithmetic, "),
-        ("arithmetic", GOOD, ["handler=x"], 2, "handler = 'x'"),
+        ("arithmetic", GOOD, ["handler=x"], 2, "handler = 'x': unknown key (did you mean handler_name?)"),
+        ("arithmetic", GOOD, ["zzz=x"], 2, "zzz = 'x': unknown key (known: input, output_prefix, "),
+        ("arithmetic", GOOD, ["prompt_typ=x"], 2, "prompt_typ = 'x': unknown key (did you mean prompt_type?)"),
+        ("arithmetic", GOOD, ["map_keys.promt=x"], 2, "promt = 'x': unknown key (did you mean map_keys.prompt?)"),
+        ("arithmetic", GOOD, ["seq_length=0"], 2, "1 configuration error:\n  - seq_length = 0: should be greater"),
+        ("arithmetic", GOOD, ["input=3"], 2, "input = 3: should be a valid string; or: should be a valid list"),
         ("arithmetic", GOOD, ["handler_name=x"], 2, "AlpacaStyleInstructionHandler"),
-        ("arithmetic", GOOD, ["prompt_type=x"], 2, "known are empty, "),
-        ("arithmetic", GOOD, ["seq_length=9"], 2, "set both"),
-        ("arithmetic", GOOD, ["answer_pattern=x"], 2, "one group"),
+        ("arithmetic", GOOD, ["prompt_type=x"], 2, "prompt_type = 'x': no such prompt type; known are empty, "),
+        ("arithmetic", GOOD, ["seq_length=9"], 2, "tokenizer_name_or_path = None: seq_length = 9: set both"),
+        ("arithmetic", GOOD, ["answer_pattern=x"], 2, "answer_pattern = 'x': must have one group"),
         ("arithmetic", GOOD, ["answer_pattern=("], 2, "not a regular expression"),
         ("arithmetic", GOOD, ["answer_pattern"], 2, "must be key=value"),
         ("arithmetic", GOOD, ["map_keys.prompt=text"], 1, "source.json:1: map_keys.prompt = 'text': no such column"),
@@ -134,6 +139,32 @@ def test_refused(tmp_path, capsys, name, rows, overrides, code, expected):
     assert main([name, f"input={source}", f"output_prefix={tmp_path / 'out'}", *overrides]) == code
     assert expected in capsys.readouterr().err
     assert not (tmp_path / "out.parquet").exists()
+
+
+@pytest.mark.parametrize(("prefix", "named"), [("file/set", "file"), ("set", "set.parquet")])
+def test_an_output_that_cannot_be_written(tmp_path, capsys, prefix, named):
+    source = tmp_path / "file.json"
+    source.write_text(json.dumps(GOOD))
+    (tmp_path / "file").touch()
+    (tmp_path / "set.parquet").mkdir()
+    arguments = [f"input={source}", f"output_prefix={tmp_path / prefix}", "prompt_type=empty"]
+    assert main(["arithmetic", *arguments]) == 1
+    error = capsys.readouterr().err
+    assert str(tmp_path / named) in error
+    assert error.count("\n") == 1
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["file", "file.json", "set.parquet"]
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"), [(b"- 1", ""), (b"a: [", "cannot be read"), (b"\xff\xfe\xff", "read")]
+)
+def test_a_file_of_settings_that_is_none(tmp_path, capsys, content, reason):
+    file = tmp_path / "mine.yaml"
+    file.write_bytes(content)
+    assert main([str(file), "input=x"]) == 2
+    error = capsys.readouterr().err
+    assert str(file) in error
+    assert reason in error
 
 
 def test_missing_input(tmp_path, capsys):
