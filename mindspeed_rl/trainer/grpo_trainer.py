@@ -47,7 +47,7 @@ class GRPOTrainer:
         self.inputs, self.layout, self.sampler, self.store = inputs, inputs.layout, inputs.sampler, inputs.store
         self.workers, self.reward, self.dock, self.loggers = workers, reward, dock, loggers
         self.kl_controller = make_kl_controller(self.rl)
-        self.iteration = inputs.completed
+        self.iteration = inputs.completed  # the next one to run, counted from 0; users see steps, counted from 1
         if inputs.state is not None:
             self.kl_controller.load_state_dict(inputs.state["kl_controller"])
         self._waited: dict[str, float] = {}  # seconds that stages have waited for the dock so far
@@ -55,18 +55,15 @@ class GRPOTrainer:
     def fit(self) -> None:
         """Train until `train_iters` iterations are complete."""
         while self.iteration < self.config.actor.train_iters:
-            report, start, kl_coef = (
-                StepReport(self.config, self.layout, self.inputs.model),
-                time.perf_counter(),
-                self.kl_controller.value,
-            )
-            self._train_iteration(report)
+            kl_coef, start = self.kl_controller.value, time.perf_counter()
+            report = self._train_iteration(kl_coef)
             report.seconds["all"] = time.perf_counter() - start
             self.iteration += 1
             self._save_if_due(report)
             self._log(report, kl_coef)
 
-    def _train_iteration(self, report: StepReport) -> None:
+    def _train_iteration(self, kl_coef: float) -> StepReport:
+        report = StepReport(self.config, self.layout, self.inputs.model)
         self._put_prompts()
         report.add(self._run("resharding_to_infer", "enter_rollout"))
         if self.rl.blocking:
@@ -79,9 +76,10 @@ class GRPOTrainer:
             stages = self._start_rewards("score", "compute_advantages")
             stages |= self.workers.start("generate_and_score", self.iteration)
             report.add(self._wait("rollout and scoring", stages))
-        report.add(self._run("update", "update", self.iteration, self.kl_controller.value))
+        report.add(self._run("update", "update", self.iteration, kl_coef))
         self.kl_controller.update(report.kl, self.layout.sequences_per_iteration)
         self.dock.clear(self.iteration)
+        return report
 
     def _put_prompts(self) -> None:
         """Open the iteration in the dock with one row for each sample to be generated."""
@@ -101,13 +99,13 @@ class GRPOTrainer:
         self.dock.put(self.iteration, rows, columns)
 
     def _run(self, stage: str, method: str, *args: Any) -> list[Any]:
-        return self.workers.run(stage, self.iteration, method, *args)
+        return self.workers.run(stage, self.iteration + 1, method, *args)
 
     def _start_rewards(self, *methods: str) -> dict[Any, int]:
         return {getattr(self.reward, method).remote(self.iteration): -1 for method in methods}
 
     def _wait(self, stage: str, futures: dict[Any, int]) -> list[Any]:
-        return flatten(wait(futures, stage, self.iteration, self.rl.stage_timeout_minutes))
+        return flatten(wait(futures, stage, self.iteration + 1, self.rl.stage_timeout_minutes))
 
     def _log(self, report: StepReport, kl_coef: float) -> None:
         waited = self.dock.stats()["wait_seconds"]
@@ -130,7 +128,7 @@ class GRPOTrainer:
         if self.store and due:
             start = time.perf_counter()
             self.store.begin(self.iteration)
-            self._run("save", "save", str(self.store.root), self.iteration)
+            self.workers.run("save", self.iteration, "save", str(self.store.root), self.iteration)
             self.store.commit(self.iteration, self.state_dict())
             report.seconds["save"] = time.perf_counter() - start
 
