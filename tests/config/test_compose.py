@@ -110,7 +110,7 @@ def test_a_users_folder_reaches_our_presets_and_runs(tmp_path):
 def test_a_users_preset(tmp_path):
     (tmp_path / "model").mkdir()
     text = (CONFIGS / "model" / "tiny_qwen2.yaml").read_text().replace("tiny_qwen2:", "small:")
-    (tmp_path / "model" / "small.yaml").write_text(text.replace("num_layers: 2", "num_layers: 4"))
+    (tmp_path / "model" / "small.yaml").write_text(re.sub(r"num_layers: \d+", "num_layers: 4", text))
     (tmp_path / "mine.yaml").write_text(
         "defaults:\n  - grpo_trainer_tiny_cpu\n  - override model: small\n  - _self_\nactor_config:\n  model: small\n"
     )
@@ -147,8 +147,9 @@ def test_required_marker(tmp_path):
 
 
 def test_actor_config_wins_over_megatron_training():
-    cfg, _ = load_config("grpo_trainer_tiny_cpu", ["megatron_training.lr=1e-4", "megatron_training.seed=7"])
-    assert (cfg.actor.lr, cfg.actor.seed) == (1e-3, 7)
+    shared = ["megatron_training.lr=1e-4", "megatron_training.seed=7"]
+    cfg, _ = load_config("grpo_trainer_tiny_cpu", [*shared, "actor_config.lr=2e-3"])
+    assert (cfg.actor.lr, cfg.actor.seed) == (2e-3, 7)
 
 
 def test_overrides():

@@ -98,7 +98,10 @@ def test_memory_of_the_tiny_model_on_one_device():
     assert (memory.weights, memory.gradients, memory.optimizer) == (4 * count, 4 * count, 8 * count)
     assert memory.reference == (4 * count if cfg.rl_config.init_kl_coef else 0)
     assert memory.rollout_weights == 4 * count
-    assert memory.kv_per_token == 2 * 2 * 2 * 16 * FLOAT32  # keys and values, layers, groups, head size
+    keys_and_values = 2
+    assert memory.kv_per_token == (
+        keys_and_values * model.num_layers * model.num_query_groups * model.kv_channels * FLOAT32
+    )
     assert memory.training_kept == memory.weights + memory.gradients + memory.optimizer
 
 
@@ -128,13 +131,14 @@ def test_every_offload_switch_moves_its_own_share():
 
 
 def test_replicated_key_value_heads_are_counted():
-    cfg, model, _ = loaded("grpo_trainer_tiny_cpu", "generate_config.infer_tensor_parallel_size=1")
+    heads = ["model.tiny_qwen2.num_attention_heads=4", "model.tiny_qwen2.num_query_groups=2"]
+    cfg, model, _ = loaded("grpo_trainer_tiny_cpu", *heads, "generate_config.infer_tensor_parallel_size=1")
     alone = kv_bytes_per_token(cfg, model)
     sizes = {}
     for infer_tp in (2, 4):
         cfg, _ = load_config(
             "grpo_trainer_tiny_cpu",
-            ["rl_config.actor_resource.num_npus=4", f"generate_config.infer_tensor_parallel_size={infer_tp}"],
+            [*heads, "rl_config.actor_resource.num_npus=4", f"generate_config.infer_tensor_parallel_size={infer_tp}"],
         )
         sizes[infer_tp] = kv_bytes_per_token(cfg, model)
     assert sizes == {2: alone // 2, 4: alone // 2}  # two groups: four ranks hold each twice

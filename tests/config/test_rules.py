@@ -4,12 +4,15 @@ import json
 from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
 
 from mindspeed_rl.common.errors import ConfigError, Violation
 from mindspeed_rl.config.compose import load_config
 from mindspeed_rl.config.files import resolve_model
+from mindspeed_rl.config.model import ModelConfig
 from mindspeed_rl.config.rules import RULES, check
 
+CONFIGS = Path(__file__).parents[2] / "configs"
 BASE = "grpo_trainer_qwen25_7b"  # 8 devices, TP 4, DP 2, rollout TP 4; 28 heads, 4 groups, 28 layers
 
 # rule -> (overrides, key path, value, part of the message, part of the suggestion)
@@ -243,6 +246,19 @@ def test_run_names_that_are_no_folder_of_their_own(name):
     assert violation.path == "run_name"
 
 
+@pytest.mark.parametrize(
+    ("names", "path", "message"),
+    [
+        ("[]", "rl_config.verifier_function", "needs at least one verifier"),
+        ("[zzz,acc]", "rl_config.verifier_function.0", "known: acc, format, "),
+    ],
+)
+def test_no_verifier_and_one_unlike_any_are_refused(names, path, message):
+    found = violations_of(f"rl_config.verifier_function={names}", name=BASE)
+    (violation,) = [v for v in found if v.path == path]
+    assert message in str(violation)
+
+
 def test_custom_reward_without_its_verifier_is_refused():
     (violation,) = violations_of("rl_config.custom_reward_function={path: reward.py}")
     assert violation.path == "rl_config.custom_reward_function"
@@ -258,18 +274,20 @@ def test_rollout_tp_above_the_number_of_key_value_heads():
     assert (violation.value, violation.suggestion) == (6, "possible: 4 or 8")
 
 
+PRESET = ModelConfig(**OmegaConf.to_container(OmegaConf.load(CONFIGS / "model" / "tiny_qwen2.yaml"))["tiny_qwen2"])
 HF = {
-    "architectures": ["Qwen2ForCausalLM"],
-    "num_hidden_layers": 2,
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 16,
-    "max_position_embeddings": 64,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
-    "tie_word_embeddings": False,
+    "architectures": [PRESET.architecture],
+    "num_hidden_layers": PRESET.num_layers,
+    "hidden_size": PRESET.hidden_size,
+    "intermediate_size": PRESET.ffn_hidden_size,
+    "num_attention_heads": PRESET.num_attention_heads,
+    "num_key_value_heads": PRESET.num_query_groups,
+    "head_dim": PRESET.kv_channels,
+    "vocab_size": PRESET.vocab_size,
+    "max_position_embeddings": PRESET.max_position_embeddings,
+    "rms_norm_eps": PRESET.norm_epsilon,
+    "rope_theta": PRESET.rotary_base,
+    "tie_word_embeddings": not PRESET.untie_embeddings_and_output_weights,
 }
 
 
@@ -294,22 +312,24 @@ def test_model_auto_reads_the_newest_checkpoint_of_a_run(tmp_path):
 
 
 def test_preset_that_contradicts_the_checkpoint_names_both_values(tmp_path):
-    folder = hf_folder(tmp_path, num_hidden_layers=3, rope_theta=1e6)
+    layers, base = PRESET.num_layers + 1, PRESET.rotary_base * 100
+    folder = hf_folder(tmp_path, num_hidden_layers=layers, rope_theta=base)
     found = violations_of(f"actor_config.load={folder}", name="grpo_trainer_tiny_cpu")
     assert [(v.path, v.value) for v in found] == [
-        ("model.tiny_qwen2.num_layers", 2),
-        ("model.tiny_qwen2.rotary_base", 10000.0),
+        ("model.tiny_qwen2.num_layers", PRESET.num_layers),
+        ("model.tiny_qwen2.rotary_base", PRESET.rotary_base),
     ]
-    assert "num_layers = 3" in found[0].message
-    assert "rotary_base = 1000000.0" in found[1].message
+    assert f"num_layers = {layers}" in found[0].message
+    assert f"rotary_base = {base}" in found[1].message
 
 
 def test_preset_may_allow_fewer_positions_than_the_checkpoint(tmp_path):
-    load_config("grpo_trainer_tiny_cpu", [f"actor_config.load={hf_folder(tmp_path, max_position_embeddings=128)}"])
-    (violation,) = violations_of(
-        f"actor_config.load={hf_folder(tmp_path, max_position_embeddings=32)}", name="grpo_trainer_tiny_cpu"
-    )
-    assert "max_position_embeddings = 32" in violation.message
+    more, fewer = PRESET.max_position_embeddings * 2, PRESET.max_position_embeddings - 1
+    folder = hf_folder(tmp_path, max_position_embeddings=more)
+    load_config("grpo_trainer_tiny_cpu", [f"actor_config.load={folder}"])
+    hf_folder(tmp_path, max_position_embeddings=fewer)
+    (violation,) = violations_of(f"actor_config.load={folder}", name="grpo_trainer_tiny_cpu")
+    assert f"max_position_embeddings = {fewer}" in violation.message
 
 
 @pytest.mark.parametrize(
