@@ -5,7 +5,6 @@ A verifier that hangs, crashes or raises costs its own sample a status, never th
 
 from __future__ import annotations
 
-import difflib
 import math
 import sys
 import threading
@@ -26,7 +25,7 @@ from pebble import ProcessExpired, ProcessPool
 from mindspeed_rl.common.errors import ConfigError, Violation
 from mindspeed_rl.common.metric import MetricSet
 from mindspeed_rl.config.schema import RLConfig
-from mindspeed_rl.rewards.verifiers import VERIFIERS, RewardSample
+from mindspeed_rl.rewards.verifiers import RewardSample
 from mindspeed_rl.rewards.worker import Outcome, Status, VerifierSpec, load_errors, score_chunk, start
 
 START_DEADLINE = 120.0  # seconds to start a process and import what the verifiers need
@@ -79,33 +78,6 @@ class _Task:
     restarts: int = 0
 
 
-def check_rewards(rl: RLConfig) -> list[Violation]:
-    """Everything about the reward keys that can be checked without running a verifier."""
-    violations = []
-    names, weights = rl.verifier_function, rl.verifier_weight
-    key = "rl_config.verifier_function"
-    known = sorted([*VERIFIERS, CUSTOM])
-    for index, name in enumerate(names):
-        if name not in known:
-            close = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(known)}"
-            violations.append(Violation(f"{key}[{index}]", name, "unknown verifier", hint))
-    if not names:
-        violations.append(Violation(key, names, "at least one verifier is needed"))
-    if len(set(names)) != len(names):
-        violations.append(Violation(key, names, "a verifier is named twice", "add its weights up"))
-    if len(weights) != len(names):
-        message = f"needs one weight for each of the {len(names)} entries of {key}"
-        violations.append(Violation("rl_config.verifier_weight", weights, message))
-    custom = rl.custom_reward_function
-    if (CUSTOM in names) != (custom is not None):
-        message = f"must be set exactly when {key} contains {CUSTOM!r}"
-        violations.append(Violation("rl_config.custom_reward_function", custom, message))
-    if custom is not None and not Path(custom.path).is_file():
-        violations.append(Violation("rl_config.custom_reward_function.path", custom.path, "no such file"))
-    return violations
-
-
 class RewardManager:
     """Runs verifiers in `verifier_parallel` processes with a deadline of `verifier_timeout` seconds a sample.
 
@@ -115,13 +87,10 @@ class RewardManager:
     at most two deadlines, and only the sample to blame gets the status. One call of `score` at a time.
 
     Raises:
-        ConfigError: see `check_rewards`; or a verifier cannot be loaded (missing function, import error).
+        ConfigError: a verifier cannot be loaded (missing function, import error).
     """
 
     def __init__(self, rl: RLConfig):
-        violations = check_rewards(rl)
-        if violations:
-            raise ConfigError(violations)
         self._weights = dict(zip(rl.verifier_function, rl.verifier_weight, strict=True))
         custom = rl.custom_reward_function
         self._specs = [

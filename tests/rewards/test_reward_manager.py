@@ -9,7 +9,7 @@ import pytest
 
 from mindspeed_rl.common.errors import ConfigError
 from mindspeed_rl.config.schema import CustomRewardConfig, RLConfig
-from mindspeed_rl.rewards.manager import RewardManager, RewardSample, check_rewards
+from mindspeed_rl.rewards.manager import RewardManager, RewardSample
 from mindspeed_rl.rewards.worker import Status
 
 MISBEHAVE = """
@@ -182,28 +182,6 @@ def test_cheap_verifiers_are_cheap():
             seconds.append(time.monotonic() - begin)
     assert result.total.count(1.0) == 1
     assert min(seconds) < 0.2
-
-
-@pytest.mark.parametrize(
-    ("settings", "expected"),
-    [
-        ({"verifier_function": ["acc", "fromat"], "verifier_weight": [1, 1]}, r"\[1\] = 'fromat'.*'format'"),
-        ({"verifier_function": ["zzz"]}, "'zzz': unknown verifier.*known: acc, "),
-        ({"verifier_function": []}, "at least one"),
-        ({"verifier_function": ["acc", "acc"], "verifier_weight": [1, 1]}, "twice"),
-        ({"verifier_function": ["acc", "format"], "verifier_weight": [1]}, "one weight for each of the 2"),
-        ({"verifier_function": ["custom"]}, "custom_reward_function = None"),
-        ({"verifier_function": ["acc"], "custom_reward_function": {"path": __file__}}, "must be set exactly when"),
-        ({"verifier_function": ["custom"], "custom_reward_function": {"path": "/none.py"}}, "'/none.py': no such"),
-    ],
-)
-def test_bad_settings_are_found_before_anything_runs(settings, expected):
-    with pytest.raises(ConfigError, match=expected):
-        RewardManager(RLConfig(**settings))
-
-
-def test_all_bad_settings_are_reported_together():
-    assert len(check_rewards(RLConfig(verifier_function=["x", "y", "custom"], verifier_weight=[1.0]))) == 4
 
 
 @pytest.mark.parametrize(
