@@ -18,6 +18,11 @@ from mindspeed_rl.common.errors import CheckpointError
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 
 
+def is_hf_folder(path: str | Path) -> bool:
+    """Whether a folder holds a model in Hugging Face form (and not a checkpoint of this trainer)."""
+    return (Path(path) / "config.json").exists()
+
+
 class HFWeights:
     """The tensors of a Hugging Face folder, in one safetensors file or several with an index; read when asked for.
 

@@ -11,10 +11,10 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from mindspeed_rl.checkpoint.hf import HFWeights
+from mindspeed_rl.checkpoint.hf import HFWeights, is_hf_folder
 from mindspeed_rl.checkpoint.state import CheckpointReader, CheckpointStore
 from mindspeed_rl.common.errors import CheckpointError, ConfigError, Violation
-from mindspeed_rl.config.files import resolve_model
+from mindspeed_rl.config.files import HF_FOLDER, resolve_model
 from mindspeed_rl.config.layout import Layout, derive_layout
 from mindspeed_rl.config.model import ModelConfig
 from mindspeed_rl.config.schema import Config
@@ -54,7 +54,7 @@ def prepare(config: Config) -> Inputs:
     actor = config.actor
     model, layout = resolve_model(config), derive_layout(config)
     source, state = choose_source(config)
-    if (Path(source.weights) / "config.json").exists():
+    if is_hf_folder(source.weights):
         check_hf_names(model, HFWeights(source.weights).names)
     else:
         CheckpointReader(source.weights).check_layout(layout)
@@ -90,11 +90,11 @@ def choose_source(config: Config) -> tuple[Source, dict[str, Any] | None]:
     actor = config.actor
     assert actor.load is not None, "checked by the configuration's rules"
     newest = CheckpointStore(actor.save).latest() if actor.save and actor.resume == "auto" else None
-    load_is_hf = os.path.exists(os.path.join(actor.load, "config.json"))
+    load_is_hf = is_hf_folder(actor.load)
     if newest is None and load_is_hf:
         return Source(hf_folder=actor.load, weights=actor.load), None
     checkpoint = newest or CheckpointStore.find(actor.load)
-    hf_folder = actor.load if load_is_hf else str(Path(checkpoint) / "hf")
+    hf_folder = actor.load if load_is_hf else str(Path(checkpoint) / HF_FOLDER)
     if newest is None and actor.finetune:
         return Source(hf_folder=hf_folder, weights=str(checkpoint)), None
     state = CheckpointStore.load_trainer(checkpoint)

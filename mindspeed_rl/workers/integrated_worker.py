@@ -18,7 +18,7 @@ import torch.distributed as dist
 from mindspeed_rl.algorithms.aggregation import count
 from mindspeed_rl.algorithms.mismatch import mismatch_metrics
 from mindspeed_rl.algorithms.policy_objective import PolicyObjective
-from mindspeed_rl.checkpoint.hf import HFWeights
+from mindspeed_rl.checkpoint.hf import HFWeights, is_hf_folder
 from mindspeed_rl.checkpoint.state import CheckpointStore, load_rank
 from mindspeed_rl.common.logging import setup_logging
 from mindspeed_rl.common.metric import MetricSet
@@ -134,7 +134,7 @@ class IntegratedWorker:
         self.objective = PolicyObjective(self.rl, horizon=self.sampling.max_tokens)
 
     def _start_weights(self, path: str) -> HFWeights | dict[str, torch.Tensor]:
-        if os.path.exists(os.path.join(path, "config.json")):
+        if is_hf_folder(path):
             return HFWeights(path)
         return load_rank(path, self.rank, self.layout)["model"]
 
