@@ -77,6 +77,11 @@ class Layout:
         """Position of `rank` in its vLLM engine."""
         return rank % self.infer_tp
 
+    def rollout_engines(self) -> list[tuple[int, ...]]:
+        """The ranks of each vLLM engine."""
+        firsts = range(0, self.rollout_replicas * self.infer_tp, self.infer_tp)
+        return [tuple(range(first, first + self.infer_tp)) for first in firsts]
+
     def model_replicas(self) -> list[tuple[int, ...]]:
         """The ranks of each model replica, by data-parallel rank: TP x PP ranks that together hold all weights.
 

@@ -23,7 +23,7 @@ from mindspeed_rl.data.sampler import PromptSampler
 from mindspeed_rl.data.tokenizer import check_tokenizer, load_tokenizer
 from mindspeed_rl.resharding.names import check_hf_names
 from mindspeed_rl.rewards.manager import RewardManager
-from mindspeed_rl.workers.integrated_worker import Source
+from mindspeed_rl.workers.context import Source
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from mindspeed_rl.config.model import ModelConfig
 from mindspeed_rl.config.schema import Config
 from mindspeed_rl.metrics.names import with_aliases
 from mindspeed_rl.metrics.throughput import model_flops_utilisation, stage_seconds, step_throughput, train_flops
-from mindspeed_rl.workers.integrated_worker import WorkerReport
+from mindspeed_rl.workers.context import WorkerReport
 from mindspeed_rl.workers.reward_worker import RewardReport
 
 

@@ -10,7 +10,7 @@ from mindspeed_rl.common.errors import CheckpointError
 from mindspeed_rl.config.layout import derive_layout
 from mindspeed_rl.config.schema import Config
 from mindspeed_rl.trainer.inputs import choose_source
-from mindspeed_rl.workers.integrated_worker import Source
+from mindspeed_rl.workers.context import Source
 
 
 def config(tmp_path: Path, **actor: Any) -> Config:

@@ -1,0 +1,99 @@
+"""What the roles of one rank share, and how a rank gets it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import resource
+import socket
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from mindspeed_rl.common.metric import MetricSet
+from mindspeed_rl.common.timing import Timings
+from mindspeed_rl.config.layout import Layout
+from mindspeed_rl.config.schema import Config
+from mindspeed_rl.device.base import Device
+from mindspeed_rl.device.select import make_device
+from mindspeed_rl.transfer_dock.spec import TransferDock
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class WorkerReport:
+    """What one rank says about one stage."""
+
+    rank: int
+    seconds: dict[str, float]  # stage -> wall-clock seconds
+    metrics: MetricSet = field(default_factory=MetricSet)
+    peak_memory_bytes: int = 0  # on the device, since the run started
+    peak_host_bytes: int = 0  # of this process
+    peak_flops: float | None = None  # of the device at the training precision, where known
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a run's weights and state come from."""
+
+    hf_folder: str  # configuration and tokenizer files in Hugging Face form
+    weights: str  # Hugging Face folder or checkpoint folder: start of actor and reference
+    state: str | None = None  # checkpoint whose actor, optimizer and RNG the run goes on from
+    load_optim: bool = True
+    load_rng: bool = True
+
+
+@dataclass(frozen=True)
+class Context:
+    """One rank's place in the run: its number among the ranks of its world, its device, and the dock."""
+
+    rank: int
+    config: Config
+    layout: Layout
+    device: Device
+    dock: TransferDock
+
+    @property
+    def stage_seconds(self) -> float:
+        """Deadline of one stage."""
+        return 60 * self.config.rl_config.stage_timeout_minutes
+
+    @property
+    def collective_minutes(self) -> float:
+        """Deadline of one collective."""
+        return self.config.actor.distributed_timeout_minutes
+
+    def report(self, timings: Timings, metrics: MetricSet | None = None) -> WorkerReport:
+        """What this rank says about a stage, with the memory it has taken so far."""
+        return WorkerReport(
+            self.rank,
+            timings.seconds,
+            metrics or MetricSet(),
+            peak_memory_bytes=self.device.max_memory_allocated(),
+            peak_host_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,  # Linux counts KiB
+            peak_flops=self.device.peak_flops(self.config.actor.bf16),
+        )
+
+
+def free_address() -> str:
+    """`host:port` on which this process can be reached."""
+    import ray
+
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return f"{ray.util.get_node_ip_address()}:{probe.getsockname()[1]}"
+
+
+def join_world(address: str, rank: int, world: int, config: Config, layout: Layout, dock: TransferDock) -> Context:
+    """Take this process's device and join the `world` ranks whose rank 0 is at `address`."""
+    device = make_device(config.device)
+    device.install()
+    device.select(0)  # Ray shows each worker its own device only
+    logger.info("%s of %d visible, %.1f GiB", device.name, device.count(), device.total_memory() / 2**30)
+    host, port = address.rsplit(":", 1)
+    os.environ.update(MASTER_ADDR=host, MASTER_PORT=port, RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK="0")
+    context = Context(rank, config, layout, device, dock)
+    dist.init_process_group(device.collectives_backend, timeout=timedelta(minutes=context.collective_minutes))
+    return context

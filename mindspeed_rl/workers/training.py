@@ -1,0 +1,183 @@
+"""The training role of a rank: log-probs of actor and reference, optimizer steps, checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import torch
+
+from mindspeed_rl.algorithms.aggregation import count
+from mindspeed_rl.algorithms.mismatch import mismatch_metrics
+from mindspeed_rl.algorithms.policy_objective import PolicyObjective
+from mindspeed_rl.checkpoint.hf import HFWeights, is_hf_folder
+from mindspeed_rl.checkpoint.state import CheckpointStore, load_rank
+from mindspeed_rl.common.metric import MetricSet
+from mindspeed_rl.config.model import ModelConfig
+from mindspeed_rl.transfer_dock.spec import Claim
+from mindspeed_rl.types import Denominators, RolloutBatch
+from mindspeed_rl.workers.context import Context, Source
+from mindspeed_rl.workers.control import ControlGroup
+from mindspeed_rl.workers.stages import SCORING, uses_reference
+
+if TYPE_CHECKING:
+    from mindspeed_rl.engine.base import TrainingEngine
+
+
+class Training:
+    """Actor and reference: works on its model replica's share of every training stage.
+
+    Args:
+        context: this rank's place in the run.
+        model: shape of the model.
+        source: weights and state that the run starts from.
+    """
+
+    def __init__(self, context: Context, model: ModelConfig, source: Source):
+        from mindspeed_rl.engine.megatron.engine import MegatronEngine, initialize_parallel_state
+
+        self.rank, self.config, self.layout = context.rank, context.config, context.layout
+        self.dock, self.timeout = context.dock, context.stage_seconds
+        self.rl, self.sampling = self.config.rl_config, self.config.generate_config.sampling_config
+        # the last pipeline stage's first rank holds the log-probs, so it speaks for its model replica
+        self.replica = ControlGroup(
+            self.layout.model_replicas(),
+            self.rank,
+            context.collective_minutes,
+            leader=lambda members: members[-self.layout.tp],
+        )
+        initialize_parallel_state(self.config.actor)
+        self.engine: TrainingEngine = MegatronEngine(
+            self.config.actor,
+            model,
+            context.device,
+            self.layout.total_optimizer_steps,
+            self._start_weights(source.weights),
+            with_reference=uses_reference(self.config),
+        )
+        if self.config.generate_config.offload_reference and uses_reference(self.config):
+            self.engine.offload("reference")
+        self.objective = PolicyObjective(self.rl, horizon=self.sampling.max_tokens)
+        if source.state is not None:
+            state = load_rank(source.state, self.rank, self.layout)
+            self.engine.load_state_dict(state, optimizer=source.load_optim, rng=source.load_rng)
+
+    def _start_weights(self, path: str) -> HFWeights | dict[str, torch.Tensor]:
+        if is_hf_folder(path):
+            return HFWeights(path)
+        return load_rank(path, self.rank, self.layout)["model"]
+
+    def export_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """All of the actor's weights under their Hugging Face names (a collective)."""
+        self.engine.onload("param")
+        return self.engine.export_weights(int(self.config.generate_config.resharding_bucket_mb * 2**20))
+
+    def offload(self, *parts: str) -> None:
+        """Move those of "param", "grad" and "optimizer" off the device that the configuration wants away."""
+        for part in parts:
+            if getattr(self.config.generate_config, f"offload_train_{part}"):
+                self.engine.offload(part)
+
+    # ---- scoring -------------------------------------------------------------------------------------------------
+
+    def score(self, iteration: int, stage: str) -> None:
+        """Put this replica's share of `stage` ("reference" or "old_log_prob") into the dock."""
+        is_reference = stage == "reference"
+        if is_reference:
+            self.engine.onload("reference")
+        for claim, batch in self._claims(stage, iteration):
+            self._put_log_probs(claim, batch)
+        if is_reference and self.config.generate_config.offload_reference:
+            self.engine.offload("reference")
+
+    def score_what_is_ready(self, iteration: int, stage: str) -> None:
+        """At most one micro-batch, so that whoever shares the device is not held up for long."""
+        count, share = self._micro_batch_size(stage), self.engine.data_parallel_rank
+        claim = self.replica.share(lambda: self.dock.try_claim(stage, iteration, count, share))
+        if isinstance(claim, Claim):  # else: nothing is ready yet, or nothing is left
+            self._put_log_probs(claim, self._fetch(claim))
+
+    def _micro_batch_size(self, stage: str) -> int:
+        sizes = {
+            "reference": self.rl.ref_forward_micro_batch_size,
+            "old_log_prob": self.rl.actor_forward_micro_batch_size,
+        }
+        return sizes[stage]
+
+    def _put_log_probs(self, claim: Claim, batch: RolloutBatch) -> None:
+        stage = claim.consumer
+        values = self.engine.log_probs(
+            batch, self._micro_batch_size(stage), self.sampling.temperature, reference=stage == "reference"
+        )
+        if self.replica.is_leader:
+            assert values is not None, "the leader of a model replica is its output rank"
+            self.dock.put(claim.iteration, claim.rows, {SCORING[stage].column: values})
+            self.dock.ack(claim)
+
+    # ---- samples -------------------------------------------------------------------------------------------------
+
+    def _claims(self, consumer: str, iteration: int) -> Iterator[tuple[Claim, RolloutBatch]]:
+        """This model replica's share of `consumer`, one mini-batch after the other, as every rank's own batch."""
+        while (claim := self._claim(consumer, iteration, self.layout.sequences_per_mini_batch_per_rank)) is not None:
+            yield claim, self._fetch(claim)
+
+    def _claim(self, consumer: str, iteration: int, count: int) -> Claim | None:
+        share = self.engine.data_parallel_rank
+        return self.replica.share(lambda: self.dock.claim(consumer, iteration, count, share, self.timeout))
+
+    def _fetch(self, claim: Claim) -> RolloutBatch:
+        needs = self.dock.spec.consumers[claim.consumer].needs
+        columns = self.dock.get(claim, needs)
+        return RolloutBatch(columns.pop("prompt_ids"), columns.pop("responses"), columns)
+
+    # ---- update --------------------------------------------------------------------------------------------------
+
+    def update(self, iteration: int, kl_coef: float) -> MetricSet:
+        """Train on the iteration's samples: `epochs` passes, one optimizer step a mini-batch."""
+        metrics, mini_batches = MetricSet(), []
+        for claim, batch in self._claims("update", iteration):
+            if self.rl.epochs > 1:
+                mini_batches.append(batch)
+            metrics.merge(self._train(batch, kl_coef))
+            if self.replica.is_leader:
+                self.dock.ack(claim)
+        for _ in range(1, self.rl.epochs):
+            for batch in mini_batches:
+                metrics.merge(self._train(batch, kl_coef))
+        return metrics
+
+    def _train(self, batch: RolloutBatch, kl_coef: float) -> MetricSet:
+        local = count(torch.cat(batch.columns["loss_mask"]), batch.response_lengths)
+        denominators = Denominators(*self.engine.sum_over_data_parallel([local.tokens, local.sequences]))
+
+        def loss(
+            micro: RolloutBatch, log_probs: torch.Tensor, entropy: torch.Tensor | None
+        ) -> tuple[torch.Tensor, MetricSet]:
+            columns = {name: torch.cat(values).to(log_probs.device) for name, values in micro.columns.items()}
+            old = columns.get("old_log_probs", log_probs.detach())
+            value, metrics = self.objective(
+                log_probs=log_probs,
+                entropy=entropy,
+                old_log_probs=old,
+                ref_log_probs=columns.get("reference_log_probs"),
+                advantages=columns["advantages"],
+                mask=columns["loss_mask"],
+                response_lengths=micro.response_lengths.to(log_probs.device),
+                denominators=denominators,
+                kl_coef=kl_coef,
+            )
+            if "rollout_log_probs" in columns:
+                metrics.merge(mismatch_metrics(old, columns["rollout_log_probs"], columns["loss_mask"]))
+            return value, metrics
+
+        return self.engine.train_mini_batch(
+            batch, loss, self.config.actor.micro_batch_size, self.sampling.temperature, entropy=True
+        )
+
+    def save(self, root: str, iteration: int) -> None:
+        """Write this rank's part of a checkpoint that the driver has begun and will commit."""
+        for part in ("param", "optimizer"):
+            self.engine.onload(part)
+        actor = self.config.actor
+        state = self.engine.state_dict(optimizer=not actor.no_save_optim, rng=not actor.no_save_rng)
+        CheckpointStore(root).write_rank(iteration, self.rank, state)
