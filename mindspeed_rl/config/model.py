@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
@@ -112,3 +113,19 @@ class ModelConfig(BaseModel):
         layer = attention + bias + qk_norm + 3 * hidden * self.ffn_hidden_size + 2 * hidden
         embeddings = self.vocab_size * hidden * (2 if self.untie_embeddings_and_output_weights else 1)
         return self.num_layers * layer + embeddings + hidden
+
+    @property
+    def matmul_parameters(self) -> int:
+        """Weights every token is multiplied with: all but an input embedding of its own (a look-up is free)."""
+        lookup = self.vocab_size * self.hidden_size if self.untie_embeddings_and_output_weights else 0
+        return self.num_parameters - lookup
+
+    def forward_flops(self, sequence_lengths: Iterable[int]) -> list[int]:
+        """FLOPs of one forward pass over each sequence of s tokens: 2·N·s + 2·layers·heads·head_dim·s².
+
+        N are the matmul parameters. Attention: scores and their weighted sum cost 2·s²·heads·head_dim each, times two
+        operations, of which the causal mask leaves half (arXiv:2204.02311, appendix B, without and with causality).
+        """
+        linear = 2 * self.matmul_parameters
+        quadratic = 2 * self.num_layers * self.num_attention_heads * self.kv_channels
+        return [linear * length + quadratic * length**2 for length in sequence_lengths]

@@ -66,30 +66,16 @@ def step_throughput(
     }
 
 
-def matmul_parameters(model: ModelConfig) -> int:
-    """Weights every token is multiplied with: all but an input embedding of its own (a look-up costs no FLOPs)."""
-    lookup = model.vocab_size * model.hidden_size if model.untie_embeddings_and_output_weights else 0
-    return model.num_parameters - lookup
+def train_flops(model: ModelConfig, sequence_lengths: Sequence[int]) -> float:
+    """FLOPs of forward and backward over packed sequences: Σ_s 6·N·s + 6·layers·heads·head_dim·s².
 
-
-def forward_flops(model: ModelConfig, sequence_lengths: Sequence[int]) -> float:
-    """FLOPs of one forward pass over packed sequences: Σ_s 2·N·s + 2·layers·heads·head_dim·s².
-
-    N are the matmul parameters. Attention: scores and their weighted sum cost 2·s²·heads·head_dim each, times two
-    operations, of which the causal mask leaves half (arXiv:2204.02311, appendix B, without and with causality).
+    `ModelConfig.forward_flops` says where the formula comes from.
 
     Args:
         model: shape of the model.
         sequence_lengths: tokens of each sequence, prompt and response.
     """
-    attention_width = model.num_layers * model.num_attention_heads * model.kv_channels
-    tokens, squares = sum(sequence_lengths), sum(length**2 for length in sequence_lengths)
-    return 2.0 * matmul_parameters(model) * tokens + 2.0 * attention_width * squares
-
-
-def train_flops(model: ModelConfig, sequence_lengths: Sequence[int]) -> float:
-    """FLOPs of forward and backward: Σ_s 6·N·s + 6·layers·heads·head_dim·s²; see `forward_flops`."""
-    return TRAIN_TO_FORWARD * forward_flops(model, sequence_lengths)
+    return float(TRAIN_TO_FORWARD * sum(model.forward_flops(sequence_lengths)))
 
 
 def model_flops_utilisation(flops: float, seconds: float, devices: int, peak_flops: float) -> float:

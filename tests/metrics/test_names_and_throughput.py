@@ -8,8 +8,6 @@ from mindspeed_rl.common.metric import Reduction
 from mindspeed_rl.config.model import ModelConfig
 from mindspeed_rl.metrics.names import METRICS, describe, with_aliases
 from mindspeed_rl.metrics.throughput import (
-    forward_flops,
-    matmul_parameters,
     model_flops_utilisation,
     stage_seconds,
     step_throughput,
@@ -117,9 +115,9 @@ def test_flops_count_every_matrix_product(untied):
     weights = 2 * (8 * 12 + 2 * 8 * 6 + 12 * 8 + 3 * 8 * 16) + 50 * 8
     norms = 2 * 2 * 8 + 8
     attention = sum(2 * 4 * (s * s * 3 + s * s * 3) / 2 for s in lengths)  # layers·heads·(scores + values), causal
-    assert matmul_parameters(model) == weights + norms
-    assert forward_flops(model, lengths) == 2 * (weights + norms) * 14 + 2 * attention
-    assert train_flops(model, lengths) == 3 * forward_flops(model, lengths)
+    assert model.matmul_parameters == weights + norms
+    assert sum(model.forward_flops(lengths)) == 2 * (weights + norms) * 14 + 2 * attention
+    assert train_flops(model, lengths) == 3 * sum(model.forward_flops(lengths))
 
 
 def test_mfu():
