@@ -11,6 +11,8 @@ from collections.abc import Sequence
 
 from mindspeed_rl.config.model import ModelConfig
 
+_PAIRS_PER_COST = 8  # how many pairs of parts exchanges look at in all: as many as mini-batches need, and linear
+
 
 def sequence_costs(lengths: Sequence[int], model: ModelConfig) -> list[int]:
     """Relative cost of computing each sequence: its forward FLOPs, linear and quadratic in its length.
@@ -28,14 +30,14 @@ def sequence_costs(lengths: Sequence[int], model: ModelConfig) -> list[int]:
 def balanced_partition(costs: Sequence[float], parts: int) -> list[list[int]]:
     """Divide indices into `parts` lists of equal length (± 1) so that the largest sum of costs is small.
 
-    The differencing method (Karmarkar & Karp, "The differencing method of set partitioning", UCB/CSD 82/113, 1982)
-    with equal cardinalities (Michiels, Korst, Aarts & van Leeuwen, STACS 2003, who prove that the largest sum is at
-    most 2 - 1/parts times the least possible; on many sequences it is within a fraction of a percent of the mean):
-    by decreasing cost, every `parts` neighbours are dealt out, one to each part of a partial solution. Then the
-    two partial solutions with the largest spread of sums are joined, the largest part of one with the smallest part
-    of the other, and so on until one is left.
+    First the differencing method (Karmarkar & Karp, "The differencing method of set partitioning", UCB/CSD 82/113,
+    1982) with equal cardinalities (Michiels, Korst, Aarts & van Leeuwen, STACS 2003, who prove that the largest sum
+    is at most 2 - 1/parts times the least possible). By decreasing cost, every `parts` neighbours are dealt out, one
+    to each part of a partial solution; the two partial solutions with the largest spread of sums are joined, the
+    largest part of one with the smallest of the other, and so on until one is left. Then exchanges: with a few very
+    long sequences, equal cardinality leaves the method a gap of several percent, which swaps nearly close.
 
-    Equal costs go by ascending index, equal spreads by age of the partial solution. O(n log n) for n costs.
+    Equal costs go by ascending index, equal spreads by age of the partial solution. O(n log n) steps for n costs.
 
     Returns:
         `parts` lists of ascending indices, longer lists first, then by first index; empty where there are fewer costs
@@ -58,12 +60,12 @@ def balanced_partition(costs: Sequence[float], parts: int) -> list[list[int]]:
         _, _, first = heapq.heappop(solutions)
         _, _, second = heapq.heappop(solutions)
         pairs = zip(first, reversed(second), strict=True)
-        joined = sorted(
-            ((a + b, _union(mine, theirs)) for (a, mine), (b, theirs) in pairs), key=lambda part: -part[0]
-        )
+        joined = [(a + b, _union(mine, theirs)) for (a, mine), (b, theirs) in pairs]
+        joined.sort(key=lambda part: -part[0])
         heapq.heappush(solutions, (joined[-1][0] - joined[0][0], age, joined))
-    members = [sorted(part) for _, part in solutions[0][2]] if solutions else [[] for _ in range(parts)]
-    return sorted(members, key=lambda part: (-len(part), part))
+    members = [part for _, part in solutions[0][2]] if solutions else [[] for _ in range(parts)]
+    _exchange(costs, members)
+    return sorted((sorted(part) for part in members), key=lambda part: (-len(part), part))
 
 
 def _union(first: list[int], second: list[int]) -> list[int]:
@@ -71,6 +73,45 @@ def _union(first: list[int], second: list[int]) -> list[int]:
     longer, shorter = (first, second) if len(first) >= len(second) else (second, first)
     longer.extend(shorter)
     return longer
+
+
+def _exchange(costs: Sequence[float], members: list[list[int]]) -> None:
+    """Swap two indices between the costliest part and the cheapest part that gains by it, until none does."""
+    for part in members:
+        part.sort(key=lambda index: (costs[index], index))
+    ranking = sorted((sum(costs[index] for index in part), number) for number, part in enumerate(members))
+    left = _PAIRS_PER_COST * len(costs)
+    while left > 0:
+        high, costliest = ranking[-1]
+        for low, cheaper in ranking[:-1]:
+            left -= 1
+            swap = _best_swap(costs, members[costliest], members[cheaper], high - low)
+            if swap is not None:
+                break
+        else:
+            return
+        saved = costs[swap[0]] - costs[swap[1]]
+        for number, old, new in ((costliest, *swap), (cheaper, *reversed(swap))):
+            members[number].remove(old)
+            insort(members[number], new, key=lambda index: (costs[index], index))
+        ranking.remove((high, costliest))
+        ranking.remove((low, cheaper))
+        insort(ranking, (high - saved, costliest))
+        insort(ranking, (low + saved, cheaper))
+
+
+def _best_swap(costs: Sequence[float], high: list[int], low: list[int], gap: float) -> tuple[int, int] | None:
+    """The index of `high` and that of `low` whose exchange brings two sums, `gap` apart, closest together."""
+    best: tuple[float, int, int] | None = None
+    ascending = [costs[index] for index in low]
+    for mine in high:
+        place = bisect_left(ascending, costs[mine] - gap / 2)
+        for theirs in low[max(place - 1, 0) : place + 1]:
+            saved = costs[mine] - costs[theirs]
+            if 0 < saved < gap:
+                candidate = (abs(saved - gap / 2), mine, theirs)
+                best = min(best, candidate) if best else candidate
+    return best[1:] if best else None
 
 
 def imbalance(costs: Sequence[float], parts: Sequence[Sequence[int]]) -> float:

@@ -95,8 +95,8 @@ def test_partition_is_within_the_proved_ratio_of_the_optimum(costs, parts):
 
 
 def test_partition_by_hand():
-    # dealt out as 8|7, 6|5 and 4|-; the spread of 4 absorbs one of 1, then the other
-    assert balanced_partition([8, 7, 6, 5, 4], 2) == [[1, 3, 4], [0, 2]]
+    # dealt out as 8|7, 6|5 and 4|-, joined to 7+5+4 | 8+6; exchanging 7 and 8 would not help, 7 and 6 does
+    assert balanced_partition([8, 7, 6, 5, 4], 2) == [[2, 3, 4], [0, 1]]
     assert balanced_partition([1, 1, 1, 1], 2) == [[0, 3], [1, 2]]
     assert balanced_partition([3.0, 1.0, 2.0], 2) == [[1, 2], [0]]
     assert balanced_partition([4], 3) == [[0], [], []]
@@ -111,6 +111,24 @@ def test_partition_of_many_is_fast_and_close_to_perfect():
         assert time.perf_counter() - start < 1
         assert imbalance(lengths, found) < 1.001
         assert {len(part) for part in found} == {16384 // parts}
+
+
+def test_a_few_long_sequences_among_short_ones_are_made_up_for():
+    # dealing out alone leaves 100 in one part and 60 in the other, beside nearly equal rests
+    costs = [100, 60, *range(30, 0, -1)]
+    assert imbalance(costs, balanced_partition(costs, 2)) < 1.01
+    # nothing can make up for one sequence that costs more than a share
+    found = balanced_partition([1000, *[1] * 7], 4)
+    assert sum(1 for part in found if len(part) == 2) == 4
+
+
+@pytest.mark.parametrize("parts", [1, 512, 4096, 16384])
+def test_work_is_bounded_for_any_number_of_parts(parts):
+    costs = np.random.default_rng(1).integers(1, 10**6, 16384).tolist()
+    start = time.perf_counter()
+    found = balanced_partition(costs, parts)
+    assert time.perf_counter() - start < 3  # under 1 on an idle machine
+    assert members(found) == list(range(len(costs)))
 
 
 def test_partition_is_deterministic_under_ties():
