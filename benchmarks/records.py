@@ -37,8 +37,11 @@ def cpu_name() -> str:
     return f"{names[0] if names else platform.machine()}, {os.cpu_count()} cores"
 
 
-def publish(benchmark: str, records: Sequence[Record], hardware: str) -> None:
-    """Print `records` and write `benchmarks/results/<benchmark>.json`, with date, command and commit in each."""
+def publish(benchmark: str, records: Sequence[Record], hardware: str, write: bool = True) -> None:
+    """Print `records` and write `benchmarks/results/<benchmark>.json`, with date, command and commit in each.
+
+    `write=False`, for a run too short to be kept, only prints.
+    """
     table = Table(title=f"{benchmark} on {hardware}")
     for column in ("metric", "value", "unit", "limit", "peer", "note"):
         table.add_column(column, overflow="fold")
@@ -47,6 +50,8 @@ def publish(benchmark: str, records: Sequence[Record], hardware: str) -> None:
         shown = [f"{cell:.4g}" if isinstance(cell, float | int) else cell or "" for cell in cells]
         table.add_row(record.metric, *shown, record.note)
     Console().print(table)
+    if not write:
+        return
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
     common = {
         "hardware": hardware,
