@@ -7,6 +7,7 @@ Dimension legend, used in every shape in this project:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -23,13 +24,18 @@ class RolloutBatch:
     def __len__(self) -> int:
         return len(self.prompts)
 
-    def slice(self, start: int, stop: int) -> RolloutBatch:
-        """Rows `start` to `stop` (exclusive)."""
+    def select(self, indices: Sequence[int]) -> RolloutBatch:
+        """The sequences at `indices`, in that order; tensors are shared, not copied."""
         return RolloutBatch(
-            self.prompts[start:stop],
-            self.responses[start:stop],
-            {name: values[start:stop] for name, values in self.columns.items()},
+            [self.prompts[index] for index in indices],
+            [self.responses[index] for index in indices],
+            {name: [values[index] for index in indices] for name, values in self.columns.items()},
         )
+
+    @property
+    def lengths(self) -> list[int]:
+        """[B] tokens of each sequence, prompt and response."""
+        return [len(prompt) + len(response) for prompt, response in zip(self.prompts, self.responses, strict=True)]
 
     @property
     def response_lengths(self) -> torch.Tensor:

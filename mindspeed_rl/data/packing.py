@@ -126,6 +126,11 @@ def imbalance(costs: Sequence[float], parts: Sequence[Sequence[int]]) -> float:
     return max(sums) * len(sums) / sum(sums)
 
 
+def fixed_micro_batches(sequences: int, size: int) -> list[list[int]]:
+    """Indices below `sequences` in order, `size` at a time; the last micro-batch may be smaller."""
+    return [list(range(start, min(start + size, sequences))) for start in range(0, sequences, size)]
+
+
 def micro_batches(lengths: Sequence[int], max_tokens: int, at_least: int = 1) -> list[list[int]]:
     """Divide sequences into few micro-batches of at most `max_tokens` tokens each, all about equally long.
 

@@ -15,6 +15,10 @@ from mindspeed_rl.types import RolloutBatch
 LossFunction = Callable[[RolloutBatch, torch.Tensor, torch.Tensor | None], tuple[torch.Tensor, MetricSet]]
 
 
+# the sequences of each forward(-backward) pass, as indices into a batch: every index once, no pass without any
+Partition = Sequence[Sequence[int]]
+
+
 @dataclass(frozen=True)
 class GenerationRequest:
     """One response to generate."""
@@ -41,15 +45,18 @@ class TrainingEngine(Protocol):
     data_parallel_rank: int
 
     def log_probs(
-        self, batch: RolloutBatch, micro_batch_size: int, temperature: float, reference: bool = False
+        self, batch: RolloutBatch, micro_batches: Partition, temperature: float, reference: bool = False
     ) -> list[torch.Tensor] | None:
-        """Log-probs of the response tokens, B x [response length] float32 on the host; None off the output rank."""
+        """Log-probs of the response tokens, B x [response length] float32 on the host; None off the output rank.
+
+        They are in the order of `batch`, whatever the micro-batches.
+        """
 
     def train_mini_batch(
         self,
         batch: RolloutBatch,
         loss_function: LossFunction,
-        micro_batch_size: int,
+        micro_batches: Partition,
         temperature: float,
         entropy: bool,
     ) -> MetricSet:
@@ -57,6 +64,9 @@ class TrainingEngine(Protocol):
 
     def sum_over_data_parallel(self, values: Sequence[float]) -> list[float]:
         """Element-wise sum over the data-parallel ranks."""
+
+    def max_over_data_parallel(self, values: Sequence[float]) -> list[float]:
+        """Element-wise maximum over the data-parallel ranks."""
 
     def export_weights(self, bucket_bytes: int) -> Iterator[tuple[str, torch.Tensor]]:
         """All weights under their Hugging Face names, in the same order on every rank (a collective)."""

@@ -14,6 +14,7 @@ from mindspeed_rl.checkpoint.hf import HFWeights, is_hf_folder
 from mindspeed_rl.checkpoint.state import CheckpointStore, load_rank
 from mindspeed_rl.common.metric import MetricSet
 from mindspeed_rl.config.model import ModelConfig
+from mindspeed_rl.data.packing import fixed_micro_batches
 from mindspeed_rl.transfer_dock.spec import Claim
 from mindspeed_rl.types import Denominators, RolloutBatch
 from mindspeed_rl.workers.context import Context, Source
@@ -99,6 +100,7 @@ class Training:
 
     def _micro_batch_size(self, stage: str) -> int:
         sizes = {
+            "update": self.config.actor.micro_batch_size,
             "reference": self.rl.ref_forward_micro_batch_size,
             "old_log_prob": self.rl.actor_forward_micro_batch_size,
         }
@@ -106,9 +108,8 @@ class Training:
 
     def _put_log_probs(self, claim: Claim, batch: RolloutBatch) -> None:
         stage = claim.consumer
-        values = self.engine.log_probs(
-            batch, self._micro_batch_size(stage), self.sampling.temperature, reference=stage == "reference"
-        )
+        micro = fixed_micro_batches(len(batch), self._micro_batch_size(stage))
+        values = self.engine.log_probs(batch, micro, self.sampling.temperature, reference=stage == "reference")
         if self.replica.is_leader:
             assert values is not None, "the leader of a model replica is its output rank"
             self.dock.put(claim.iteration, claim.rows, {SCORING[stage].column: values})
@@ -170,9 +171,8 @@ class Training:
                 metrics.merge(mismatch_metrics(old, columns["rollout_log_probs"], columns["loss_mask"]))
             return value, metrics
 
-        return self.engine.train_mini_batch(
-            batch, loss, self.config.actor.micro_batch_size, self.sampling.temperature, entropy=True
-        )
+        micro = fixed_micro_batches(len(batch), self._micro_batch_size("update"))
+        return self.engine.train_mini_batch(batch, loss, micro, self.sampling.temperature, entropy=True)
 
     def save(self, root: str, iteration: int) -> None:
         """Write this rank's part of a checkpoint that the driver has begun and will commit."""

@@ -10,7 +10,13 @@ from hypothesis import strategies as st
 
 from mindspeed_rl.config.compose import load_config
 from mindspeed_rl.config.files import resolve_model
-from mindspeed_rl.data.packing import balanced_partition, imbalance, micro_batches, sequence_costs
+from mindspeed_rl.data.packing import (
+    balanced_partition,
+    fixed_micro_batches,
+    imbalance,
+    micro_batches,
+    sequence_costs,
+)
 
 # largest sum over the optimum's, by sequences a part: Michiels et al. 2003; and 2 - 1/m for m parts
 PROVED_RATIO = {1: 1.0, 2: 1.0, 3: 4 / 3, 4: 19 / 12, 5: 103 / 60, 6: 643 / 360}
@@ -157,6 +163,14 @@ def test_no_parts_are_refused():
 # ---------------------------------------------------------------- micro-batches under a token cap
 
 CAP = 20
+
+
+def test_micro_batches_of_fixed_size():
+    assert fixed_micro_batches(5, 2) == [[0, 1], [2, 3], [4]]
+    assert fixed_micro_batches(2, 4) == [[0, 1]]
+    assert fixed_micro_batches(0, 4) == []
+
+
 short_lists = st.lists(st.integers(1, CAP), min_size=1, max_size=9)
 
 

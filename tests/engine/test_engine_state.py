@@ -61,7 +61,7 @@ def scenario(rank: int, folder: str, distributed_optimizer: bool) -> None:
         return MegatronEngine(cfg, model, device, 8, HFWeights(folder), with_reference=False)
 
     def step(target: MegatronEngine) -> dict[str, float]:
-        return target.train_mini_batch(BATCH, loss, 1, 1.0, entropy=True).finalize()
+        return target.train_mini_batch(BATCH, loss, [[0], [1]], 1.0, entropy=True).finalize()
 
     def weights(target: MegatronEngine) -> dict[str, torch.Tensor]:
         return {name: tensor.clone() for name, tensor in target.export_weights(1 << 20)}

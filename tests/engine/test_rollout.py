@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 from examples.make_tiny_model import make_tiny_model
 from mindspeed_rl.config.model import ModelConfig
 from mindspeed_rl.config.schema import GenerateConfig, MegatronConfig, SamplingConfig
+from mindspeed_rl.data.packing import fixed_micro_batches
 from mindspeed_rl.types import RolloutBatch
 
 PROMPTS = [[6, 2, 7, 5], [9, 1, 8], [10, 5], [6, 6, 6, 6, 6], [11, 3], [12, 4, 9]]
@@ -50,7 +51,7 @@ def rollout(rank: int, folder: str, train: dict[str, int], infer_tp: int, temper
         passes.append([(done[row].tokens, done[row].log_probs) for row in range(len(PROMPTS))])
     assert passes[0] == passes[1]
     batch = RolloutBatch(prompts, [torch.tensor(tokens) for tokens, _ in passes[0]])
-    scored = training.log_probs(batch, 4, temperature or 1.0)
+    scored = training.log_probs(batch, fixed_micro_batches(len(batch), 4), temperature or 1.0)
     return {"tokens": [t for t, _ in passes[0]], "log_probs": [lp for _, lp in passes[0]], "scored": scored}
 
 

@@ -1,7 +1,9 @@
 """The training engine against transformers, and every layout against one rank, in float32."""
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -14,10 +16,13 @@ from mindspeed_rl.algorithms.policy_objective import PolicyObjective
 from mindspeed_rl.common.metric import MetricSet
 from mindspeed_rl.config.model import ModelConfig
 from mindspeed_rl.config.schema import MegatronConfig, RLConfig
+from mindspeed_rl.data.packing import fixed_micro_batches, micro_batches
 from mindspeed_rl.resharding.names import parameter_table
 from mindspeed_rl.types import Denominators, RolloutBatch
 
 SEQUENCES = 8
+CAP = 20  # tokens of a micro-batch; sequences have up to 14
+Maximum = Callable[[list[float]], list[float]]  # over data-parallel ranks
 TEMPERATURE = 0.7
 LOG_PROB_TOLERANCE = 2e-6  # nats; float32, another order of summation
 LOSS_TOLERANCE = 1e-6
@@ -25,19 +30,36 @@ WEIGHT_TOLERANCE = 2e-5  # after two Adam steps of 1e-3, which divide by the gra
 
 
 @dataclass(frozen=True)
+class Micro:
+    """Micro-batches of `size` sequences, or of at most `max_tokens` tokens and equally many on every rank."""
+
+    size: int = 1
+    max_tokens: int | None = None
+
+    def __str__(self) -> str:
+        return f"micro{self.size}" if self.max_tokens is None else f"cap{self.max_tokens}"
+
+    def of(self, batch: RolloutBatch, maximum: Maximum) -> list[list[int]]:
+        if self.max_tokens is None:
+            return fixed_micro_batches(len(batch), self.size)
+        alone = len(micro_batches(batch.lengths, self.max_tokens))
+        return micro_batches(batch.lengths, self.max_tokens, int(maximum([alone])[0]))
+
+
+@dataclass(frozen=True)
 class Layout:
     world: int
     settings: dict[str, Any]
-    micro_batch_size: int = 2
+    micro: Micro
 
     def __str__(self) -> str:
         named = {"tensor_model_parallel_size": "TP", "pipeline_model_parallel_size": "PP", "sequence_parallel": "SP"}
         parts = [f"{named.get(key, key)}{value}" for key, value in self.settings.items()]
-        return "-".join([f"world{self.world}", *parts])
+        return "-".join([f"world{self.world}", *parts, str(self.micro)])
 
 
-def layout(world: int, micro_batch_size: int = 2, **settings: Any) -> Layout:
-    return Layout(world, settings, micro_batch_size)
+def layout(world: int, micro_batch_size: int = 2, max_tokens: int | None = None, **settings: Any) -> Layout:
+    return Layout(world, settings, Micro(micro_batch_size, max_tokens))
 
 
 TP, PP = "tensor_model_parallel_size", "pipeline_model_parallel_size"
@@ -48,6 +70,7 @@ LAYOUTS = [
     layout(2, 3, **{TP: 2}, sequence_parallel=True),
     layout(2, **{PP: 2}),
     layout(4, 3, **{TP: 2, PP: 2}),
+    layout(4, max_tokens=CAP, **{PP: 2}),
     layout(1, 4, recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1),
     layout(1, 4, recompute_granularity="selective"),
 ]
@@ -90,7 +113,7 @@ def objective_loss(objective: PolicyObjective, denominators: Denominators) -> An
     return loss
 
 
-def train(rank: int, folder: str, settings: dict[str, Any], micro_batch_size: int, steps: int) -> dict[str, Any]:
+def train(rank: int, folder: str, settings: dict[str, Any], micro: Micro, steps: int) -> dict[str, Any]:
     """Log-probs, then `steps` optimizer steps, on one rank of a layout."""
     from mindspeed_rl.checkpoint.hf import HFWeights
     from mindspeed_rl.device.select import make_device
@@ -105,19 +128,21 @@ def train(rank: int, folder: str, settings: dict[str, Any], micro_batch_size: in
     initialize_parallel_state(cfg)
     engine = MegatronEngine(cfg, model, device, 10, HFWeights(folder), with_reference=True)
     share = SEQUENCES // engine.data_parallel_size
-    mine = make_batch().slice(engine.data_parallel_rank * share, (engine.data_parallel_rank + 1) * share)
+    mine = make_batch().select(range(SEQUENCES)[engine.data_parallel_rank * share :][:share])
+    chosen = micro.of(mine, engine.max_over_data_parallel)
     result: dict[str, Any] = {
         "output": engine.is_output_rank,
         "data_rank": engine.data_parallel_rank,
-        "log_probs": engine.log_probs(mine, micro_batch_size, TEMPERATURE),
-        "reference": engine.log_probs(mine, micro_batch_size, TEMPERATURE, reference=True),
+        "micro_batches": chosen,
+        "log_probs": engine.log_probs(mine, chosen, TEMPERATURE),
+        "reference": engine.log_probs(mine, chosen, TEMPERATURE, reference=True),
         "metrics": [],
     }
     tokens = engine.sum_over_data_parallel([float(torch.cat(mine.columns["loss_mask"]).sum())])[0]
     loss = objective_loss(PolicyObjective(RLConfig(entropy_coeff=0.01)), Denominators(tokens, SEQUENCES - 1))
     for step in range(steps):
-        result["metrics"].append(engine.train_mini_batch(mine, loss, micro_batch_size, TEMPERATURE, entropy=True))
-        if step == 0 and engine.data_parallel_size == 1:
+        result["metrics"].append(engine.train_mini_batch(mine, loss, chosen, TEMPERATURE, entropy=True))
+        if step == 0 and (engine.data_parallel_size == 1 or not cfg.use_distributed_optimizer):
             result["gradients"] = {n: p.main_grad.clone() for n, p in engine.actor.module.named_parameters()}
     result["weights"] = {name: tensor.clone() for name, tensor in engine.export_weights(1 << 14)}
     return result
@@ -144,7 +169,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def one_rank(folder: str) -> list[dict[str, Any]]:
-    return run_ranks(1, train, folder, {}, SEQUENCES, 2)
+    return run_ranks(1, train, folder, {}, Micro(SEQUENCES), 2)
 
 
 def hf_log_probs(model: torch.nn.Module, batch: RolloutBatch) -> list[torch.Tensor]:
@@ -163,7 +188,7 @@ def chosen(log_probs: list[torch.Tensor], batch: RolloutBatch) -> torch.Tensor:
 @pytest.mark.parametrize("architecture", ["qwen2", "qwen3", "llama"])
 def test_log_probs_equal_those_of_transformers(architecture: str, tmp_path: Any) -> None:
     folder = str(make_tiny_model(tmp_path / architecture, architecture=architecture))
-    result = run_ranks(1, train, folder, {}, 3, 0)
+    result = run_ranks(1, train, folder, {}, Micro(3), 0)
     with torch.no_grad():
         expected = chosen(hf_log_probs(AutoModelForCausalLM.from_pretrained(folder), make_batch()), make_batch())
     for key in ("log_probs", "reference"):
@@ -192,18 +217,39 @@ def test_gradient_equals_autograd_of_the_textbook_loss(folder: str, one_rank: li
         torch.testing.assert_close(one_rank[0]["gradients"][parameter.name], expected, atol=1e-6, rtol=1e-5)
 
 
-@pytest.mark.parametrize("micro_batch_size", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("world", "micro"),
+    [
+        (1, Micro(1)),
+        (1, Micro(2)),
+        (1, Micro(4)),
+        (1, Micro(max_tokens=CAP)),
+        (2, Micro(3)),
+        (2, Micro(max_tokens=CAP)),
+    ],
+    ids=str,
+)
 def test_gradient_does_not_depend_on_the_micro_batch(
-    micro_batch_size: int, folder: str, one_rank: list[dict[str, Any]]
+    world: int, micro: Micro, folder: str, one_rank: list[dict[str, Any]]
 ) -> None:
-    result = run_ranks(1, train, folder, {}, micro_batch_size, 1)[0]
-    for name, expected in one_rank[0]["gradients"].items():
-        torch.testing.assert_close(result["gradients"][name], expected, atol=1e-6, rtol=0)
+    results = run_ranks(world, train, folder, {"use_distributed_optimizer": False}, micro, 1)
+    assert len({len(result["micro_batches"]) for result in results}) == 1
+    for result in results:
+        for name, expected in one_rank[0]["gradients"].items():
+            torch.testing.assert_close(result["gradients"][name], expected, atol=1e-6, rtol=0)
+
+
+def test_ranks_of_the_capped_case_would_make_different_numbers_of_micro_batches() -> None:
+    lengths = make_batch().lengths
+    first, second = lengths[: SEQUENCES // 2], lengths[SEQUENCES // 2 :]
+    assert len(micro_batches(first, CAP)) != len(micro_batches(second, CAP))
+    order = list(chain(*micro_batches(lengths, CAP)))
+    assert order != sorted(order)  # log-probs have to be put back into the batch's order
 
 
 @pytest.mark.parametrize("case", LAYOUTS, ids=str)
 def test_layouts_agree_with_one_rank(case: Layout, folder: str, one_rank: list[dict[str, Any]]) -> None:
-    results = run_ranks(case.world, train, folder, case.settings, case.micro_batch_size, 2)
+    results = run_ranks(case.world, train, folder, case.settings, case.micro, 2)
     for key in ("log_probs", "reference"):
         torch.testing.assert_close(gather(results, key), gather(one_rank, key), atol=LOG_PROB_TOLERANCE, rtol=0)
     for step in range(2):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from mindspeed_rl.common.metric import MetricSet
 from mindspeed_rl.config.model import ModelConfig
 from mindspeed_rl.config.schema import MegatronConfig
 from mindspeed_rl.device.base import Device
-from mindspeed_rl.engine.base import LossFunction
+from mindspeed_rl.engine.base import LossFunction, Partition
 from mindspeed_rl.engine.megatron.model import build_model
 from mindspeed_rl.engine.megatron.offload import HostMemory
 from mindspeed_rl.engine.megatron.optimizer import Optimizer
@@ -131,14 +132,14 @@ class MegatronEngine:
         self,
         model: torch.nn.Module,
         batch: RolloutBatch,
-        micro_batch_size: int,
+        micro_batches: Partition,
         on_logits: Any,
         forward_only: bool,
     ) -> list[Any]:
         """Run Megatron's schedule over the micro-batches; what `on_logits` gives for each, on the last stage."""
+        assert sorted(chain(*micro_batches)) == list(range(len(batch))), "micro-batches hold every sequence once"
         multiple = self.cfg.tensor_model_parallel_size if self.cfg.sequence_parallel else 1
-        chunks = [batch.slice(i, i + micro_batch_size) for i in range(0, len(batch), micro_batch_size)]
-        micro_batches = [pack(chunk, self.device.current(), multiple) for chunk in chunks]
+        packed = [pack(batch.select(indices), self.device.current(), multiple) for indices in micro_batches]
 
         def forward(iterator: Iterator[PackedMicroBatch], module: torch.nn.Module) -> tuple[torch.Tensor, Any]:
             micro = next(iterator)
@@ -147,10 +148,10 @@ class MegatronEngine:
 
         return get_forward_backward_func()(
             forward_step_func=forward,
-            data_iterator=iter(micro_batches),
+            data_iterator=iter(packed),
             model=[model],
-            num_microbatches=len(micro_batches),
-            seq_length=max((micro.tokens.shape[1] for micro in micro_batches), default=0),
+            num_microbatches=len(packed),
+            seq_length=max((micro.tokens.shape[1] for micro in packed), default=0),
             micro_batch_size=1,  # a packed micro-batch is one row of T tokens
             forward_only=forward_only,
             collect_non_loss_data=forward_only,
@@ -170,9 +171,12 @@ class MegatronEngine:
 
     @torch.no_grad()
     def log_probs(
-        self, batch: RolloutBatch, micro_batch_size: int, temperature: float, reference: bool = False
+        self, batch: RolloutBatch, micro_batches: Partition, temperature: float, reference: bool = False
     ) -> list[torch.Tensor] | None:
-        """Log-probs of the response tokens, B x [response length] float32 on the host; None off the output rank."""
+        """Log-probs of the response tokens, B x [response length] float32 on the host; None off the output rank.
+
+        They are in the order of `batch`, whatever the micro-batches.
+        """
         model = self.reference if reference else self.actor
         assert model is not None, "this run keeps no reference model"
 
@@ -180,14 +184,17 @@ class MegatronEngine:
             values, _ = self._response_log_probs(micro, logits, temperature, entropy=False)
             return list(values.cpu().split(micro.batch.response_lengths.tolist()))
 
-        results = self._run(model, batch, micro_batch_size, on_logits, forward_only=True)
-        return [values for micro in results for values in micro] if self.is_output_rank else None
+        results = self._run(model, batch, micro_batches, on_logits, forward_only=True)
+        if not self.is_output_rank:
+            return None
+        by_index = dict(zip(chain(*micro_batches), chain(*results), strict=True))
+        return [by_index[index] for index in range(len(batch))]
 
     def train_mini_batch(
         self,
         batch: RolloutBatch,
         loss_function: LossFunction,
-        micro_batch_size: int,
+        micro_batches: Partition,
         temperature: float,
         entropy: bool,
     ) -> MetricSet:
@@ -204,7 +211,7 @@ class MegatronEngine:
             return loss, torch.ones((), dtype=torch.int, device=loss.device), metrics
 
         self.optimizer.zero_grad()
-        results = self._run(self.actor, batch, micro_batch_size, on_logits, forward_only=False)
+        results = self._run(self.actor, batch, micro_batches, on_logits, forward_only=False)
         finalize_model_grads([self.actor])
         grad_norm, learning_rate = self.optimizer.step()
         metrics = MetricSet()
@@ -217,9 +224,16 @@ class MegatronEngine:
 
     def sum_over_data_parallel(self, values: Sequence[float]) -> list[float]:
         """Element-wise sum over the data-parallel ranks."""
-        total = torch.tensor(values, dtype=torch.float32, device=self.device.current())
-        dist.all_reduce(total, group=mpu.get_data_parallel_group())
-        return total.tolist()
+        return self._over_data_parallel(values, dist.ReduceOp.SUM)
+
+    def max_over_data_parallel(self, values: Sequence[float]) -> list[float]:
+        """Element-wise maximum over the data-parallel ranks."""
+        return self._over_data_parallel(values, dist.ReduceOp.MAX)
+
+    def _over_data_parallel(self, values: Sequence[float], operation: dist.ReduceOp.RedOpType) -> list[float]:
+        result = torch.tensor(values, dtype=torch.float32, device=self.device.current())
+        dist.all_reduce(result, operation, group=mpu.get_data_parallel_group())
+        return result.tolist()
 
     # ---- memory --------------------------------------------------------------------------------------------------
 
