@@ -51,6 +51,10 @@ class DockError(MindSpeedRLError, ValueError):
     """A misuse of the TransferDock: unknown column, wrong shape or dtype, cleared iteration, foreign lease."""
 
 
+class RowsLost(DockError):
+    """Values in the TransferDock are gone with the process that put them; the dock has their rows made again."""
+
+
 class DockTimeout(MindSpeedRLError, TimeoutError):
     """A wait on the TransferDock that passed its deadline; says what it waited for."""
 

@@ -7,9 +7,11 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from mindspeed_rl.common.errors import DockTimeout
 from mindspeed_rl.transfer_dock.payload import PayloadReader, pack
-from mindspeed_rl.transfer_dock.spec import DEFAULT_TIMEOUT, NOT_YET, Claim, DockSnapshot, DockSpec, NotYet
+from mindspeed_rl.transfer_dock.spec import DEFAULT_TIMEOUT, NOT_YET, Claim, DockSnapshot, DockSpec, NotYet, Selection
 from mindspeed_rl.transfer_dock.table import DockTable, as_rows
 
 
@@ -20,7 +22,7 @@ class LocalTransferDock:
         self.spec = spec
         self._table = DockTable(spec)
         self._changed = threading.Condition()
-        self._reader = PayloadReader(spec, resolve=lambda _, payloads: payloads)
+        self._reader = PayloadReader(spec, resolve=lambda claim, ids: [claim.payloads[key] for key in ids])
 
     def begin(
         self,
@@ -29,9 +31,11 @@ class LocalTransferDock:
         n_samples: int,
         block_rows: int,
         orders: Mapping[str, Sequence[int]] | None = None,
-    ) -> None:
+        selection: Selection | None = None,
+        carry_from: int | None = None,
+    ) -> int:
         with self._changed:
-            self._table.begin(iteration, num_prompts, n_samples, block_rows, orders)
+            return self._table.begin(iteration, num_prompts, n_samples, block_rows, orders, selection, carry_from)
 
     def put(
         self,
@@ -40,22 +44,42 @@ class LocalTransferDock:
         columns: Mapping[str, Sequence[Any]],
         timeout: float = DEFAULT_TIMEOUT,
     ) -> None:
-        numbers = as_rows(rows)
-        payload, nbytes = pack(self.spec, numbers, columns)
+        self._put(iteration, as_rows(rows), columns, None, timeout)
+
+    def _put(
+        self,
+        iteration: int,
+        rows: np.ndarray,
+        columns: Mapping[str, Sequence[Any]],
+        lease: int | None,
+        timeout: float,
+    ) -> None:
+        payload, nbytes = pack(self.spec, rows, columns)
+        lengths = {name: payload[name].row_lengths for name in self.spec.balancing if name in payload}
         with self._changed:
-            self._table.check_put(iteration, numbers, payload)
+            self._table.check_put(iteration, rows, payload)
             if not self._changed.wait_for(lambda: self._must_not_wait(iteration), timeout):
                 raise DockTimeout(self._table.describe_put_wait(iteration, nbytes, timeout))
-            self._table.put(iteration, numbers, list(payload), payload, nbytes)
+            if lease is not None:
+                self._table.check_ack(iteration, lease, rows)
+            self._table.put(iteration, rows, list(payload), payload, nbytes, lengths)
+            if lease is not None:
+                self._table.ack(iteration, lease, rows)
             self._notify()
 
     def claim(
-        self, consumer: str, iteration: int, count: int, share: int = 0, timeout: float = DEFAULT_TIMEOUT
+        self,
+        consumer: str,
+        iteration: int,
+        count: int,
+        share: int = 0,
+        timeout: float = DEFAULT_TIMEOUT,
+        version: int | None = None,
     ) -> Claim | None:
         start = time.monotonic()
         with self._changed:
             try:
-                while (claim := self._table.claim(consumer, iteration, count, share)) is NOT_YET:
+                while (claim := self._table.claim(consumer, iteration, count, share, version)) is NOT_YET:
                     waited = time.monotonic() - start
                     if waited >= timeout:
                         raise DockTimeout(self._table.describe_wait(consumer, iteration, count, share, waited))
@@ -68,9 +92,11 @@ class LocalTransferDock:
                     self._table.wait_seconds[consumer] += time.monotonic() - start
             return claim
 
-    def try_claim(self, consumer: str, iteration: int, count: int, share: int = 0) -> Claim | NotYet | None:
+    def try_claim(
+        self, consumer: str, iteration: int, count: int, share: int = 0, version: int | None = None
+    ) -> Claim | NotYet | None:
         with self._changed:
-            claim = self._table.claim(consumer, iteration, count, share)
+            claim = self._table.claim(consumer, iteration, count, share, version)
             self._notify()
             return claim
 
@@ -80,9 +106,18 @@ class LocalTransferDock:
                 raise self._table.not_alive(claim.iteration)
         return self._reader.get(claim, columns)
 
-    def ack(self, claim: Claim) -> None:
+    def ack(
+        self,
+        claim: Claim,
+        columns: Mapping[str, Sequence[Any]] | None = None,
+        rows: Sequence[int] | None = None,
+        timeout: float = DEFAULT_TIMEOUT,
+    ) -> None:
+        if columns:
+            self._put(claim.iteration, as_rows(claim.rows if rows is None else rows), columns, claim.lease, timeout)
+            return
         with self._changed:
-            self._table.ack(claim.iteration, claim.lease)
+            self._table.ack(claim.iteration, claim.lease, None if rows is None else as_rows(rows))
             self._notify()
 
     def release(self, claim: Claim) -> None:

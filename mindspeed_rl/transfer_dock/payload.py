@@ -9,9 +9,10 @@ from __future__ import annotations
 import pickle
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -21,52 +22,131 @@ from mindspeed_rl.common.errors import DockError
 from mindspeed_rl.transfer_dock.spec import Claim, ColumnSpec, DockSpec
 
 _TORCH_DTYPES = {"int64": torch.int64, "float32": torch.float32}
+_ABSENT = 0  # payload ids start at 1
 
 
 @dataclass(frozen=True)
 class Packed:
-    """One column of a payload. Row i is `values[starts[i] : starts[i] + lengths[i]]`, or `values[i]` for scalars.
+    """One column of a payload: pieces end to end, or one number a row for scalars (`lengths` None).
 
-    Rows that were given the same tensor share their range. Objects are pickles in `values`, uint8.
+    Row i is piece `pieces[i]`, or piece i if `pieces` is None: rows that were given the same tensor share one.
+    Objects are pickles in `values`, uint8.
     """
 
     values: np.ndarray
-    starts: np.ndarray | None = None
-    lengths: np.ndarray | None = None
+    lengths: np.ndarray | None = None  # [pieces] int64
+    pieces: np.ndarray | None = None  # [rows] int64
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all three arrays."""
-        return sum(array.nbytes for array in (self.values, self.starts, self.lengths) if array is not None)
+        """Bytes of all arrays."""
+        return sum(array.nbytes for array in (self.values, self.lengths, self.pieces) if array is not None)
+
+    @property
+    def row_lengths(self) -> np.ndarray:
+        """Length of every row, [rows] int64."""
+        assert self.lengths is not None
+        return self.lengths if self.pieces is None else self.lengths[self.pieces]
 
 
 Payload = dict[str, Packed]
 
 
-def pack(spec: DockSpec, rows: np.ndarray, columns: Mapping[str, Sequence[Any]]) -> tuple[Payload, int]:
-    """Check and pack the values of a put; returns the payload and its bytes. `DockError` names column and row."""
+class Scratch:
+    """Memory that packing writes to and that is used again: touching fresh pages would cost more than the copy.
+
+    For payloads that are copied on (into Ray's object store) before the next one is packed. Kept up to `limit` bytes.
+    """
+
+    def __init__(self, limit: int = 256 << 20):
+        self._limit = limit
+        self._buffer = np.empty(0, np.uint8)
+        self._used = 0
+
+    def start(self, nbytes: int) -> None:
+        """Take over for a payload whose jagged values are `nbytes` in all."""
+        self._used = 0
+        if nbytes > len(self._buffer):
+            self._buffer = np.empty(nbytes if nbytes > self._limit else 1 << (nbytes - 1).bit_length(), np.uint8)
+
+    def take(self, count: int, dtype: torch.dtype) -> torch.Tensor:
+        """`count` elements of uninitialised memory."""
+        nbytes = count * dtype.itemsize
+        start, self._used = self._used, self._used + -(-nbytes // 64) * 64
+        return torch.from_numpy(self._buffer[start : start + nbytes]).view(dtype)
+
+    def done(self) -> None:
+        """Let go of memory beyond the limit."""
+        if len(self._buffer) > self._limit:
+            self._buffer = np.empty(0, np.uint8)
+
+
+def pack(
+    spec: DockSpec, rows: np.ndarray, columns: Mapping[str, Sequence[Any]], scratch: Scratch | None = None
+) -> tuple[Payload, int]:
+    """Check and pack the values of a put; returns the payload and its bytes. `DockError` names column and row.
+
+    With `scratch` the payload is good until the next one is packed with it.
+    """
     if not columns:
         raise DockError("put: no columns given")
-    payload = {}
+    payload: dict[str, Packed] = {}
+    jagged: dict[str, list[torch.Tensor]] = {}
     for name, values in columns.items():
         if name not in spec.columns:
             raise DockError(f"put: unknown column '{name}'; there are {list(spec.columns)}")
         if len(values) != len(rows):
             raise DockError(f"put: column '{name}' has {len(values)} values for {len(rows)} rows")
-        payload[name] = _PACKERS[spec.columns[name].kind](name, spec.columns[name], rows, values)
+        column = spec.columns[name]
+        if column.kind == "jagged":
+            jagged[name], pieces = _distinct(_checked_jagged(name, column, rows, values))
+            lengths = np.array([piece.numel() for piece in jagged[name]], np.int64)
+            payload[name] = Packed(np.empty(0), lengths, pieces)
+        elif column.kind == "scalar":
+            payload[name] = _pack_scalar(name, column, rows, values)
+        else:
+            payload[name] = _pack_object(name, rows, values)
+    if scratch is not None:
+        scratch.start(sum(_padded(payload[name].lengths, spec.columns[name].dtype) for name in jagged))
+    for name, tensors in jagged.items():
+        dtype, packed = _TORCH_DTYPES[spec.columns[name].dtype], payload[name]
+        assert packed.lengths is not None
+        total = int(packed.lengths.sum())
+        out = torch.empty(total, dtype=dtype) if scratch is None else scratch.take(total, dtype)
+        payload[name] = replace(packed, values=torch.cat(tensors, out=out).numpy())
     return payload, sum(packed.nbytes for packed in payload.values())
 
 
-def _pack_jagged(name: str, column: ColumnSpec, rows: np.ndarray, values: Sequence[Any]) -> Packed:
+def _padded(lengths: np.ndarray | None, dtype: str) -> int:
+    assert lengths is not None
+    return int(lengths.sum()) * np.dtype(dtype).itemsize + 64
+
+
+def _checked_jagged(name: str, column: ColumnSpec, rows: np.ndarray, values: Sequence[Any]) -> Sequence[torch.Tensor]:
+    """The values as plain tensors on the host."""
     expected = _TORCH_DTYPES[column.dtype]
+    if all(isinstance(value, torch.Tensor) for value in values):
+        kinds = {(value.dtype, value.ndim, value.is_cpu, value.requires_grad) for value in values}
+        if kinds == {(expected, 1, True, False)}:
+            return values
+        if {kind[:2] for kind in kinds} == {(expected, 1)}:
+            host = {id(value): value.detach().cpu() for value in values}
+            return [host[id(value)] for value in values]
     for row, value in zip(rows, values, strict=True):
-        if not isinstance(value, torch.Tensor) or value.ndim != 1 or value.dtype != expected:
+        if not isinstance(value, torch.Tensor) or value.dtype is not expected or value.ndim != 1:
             raise DockError(
                 f"put: column '{name}', row {row}: expected a 1-D {column.dtype} tensor, got {_kind(value)}"
             )
-    # All tensors are alive here, so equal memory means the same values.
-    keys = [(value.device, value.data_ptr(), len(value), value.stride()) if len(value) else None for value in values]
-    return _join(keys, lambda index: values[index].detach().cpu().numpy(), np.dtype(column.dtype))
+    return values
+
+
+def _distinct(values: Sequence[Any]) -> tuple[list[Any], np.ndarray | None]:
+    """The different objects among `values`, and which of them each value is (None: all differ)."""
+    first = dict(zip(map(id, values), values, strict=True))
+    if len(first) == len(values):
+        return list(values), None
+    number = {key: index for index, key in enumerate(first)}
+    return list(first.values()), np.array([number[id(value)] for value in values], np.int64)
 
 
 def _pack_scalar(name: str, column: ColumnSpec, rows: np.ndarray, values: Sequence[Any]) -> Packed:
@@ -84,32 +164,16 @@ def _pack_scalar(name: str, column: ColumnSpec, rows: np.ndarray, values: Sequen
     return Packed(np.asarray(values, column.dtype))
 
 
-def _pack_object(name: str, column: ColumnSpec, rows: np.ndarray, values: Sequence[Any]) -> Packed:
-    pickles: dict[int, np.ndarray] = {}
-    for row, value in zip(rows, values, strict=True):
-        if id(value) not in pickles:
-            try:
-                pickles[id(value)] = np.frombuffer(pickle.dumps(value, protocol=5), np.uint8)
-            except (pickle.PicklingError, TypeError, AttributeError) as error:
-                raise DockError(
-                    f"put: column '{name}', row {row}: {_kind(value)} cannot be pickled: {error}"
-                ) from error
-    return _join([id(value) for value in values], lambda index: pickles[id(values[index])], np.dtype(np.uint8))
-
-
-_PACKERS = {"jagged": _pack_jagged, "scalar": _pack_scalar, "object": _pack_object}
-
-
-def _join(keys: Sequence[Hashable], piece: Callable[[int], np.ndarray], dtype: np.dtype) -> Packed:
-    """Concatenate one piece for each different key; equal keys share one range."""
-    first = {key: index for index, key in reversed(list(enumerate(keys)))}
-    pieces = {key: piece(index) for key, index in first.items()}
-    ranges, start = {}, 0
-    for key, array in pieces.items():
-        ranges[key] = (start, len(array))
-        start += len(array)
-    starts, lengths = np.array([ranges[key] for key in keys], np.int64).T
-    return Packed(np.concatenate(list(pieces.values()), dtype=dtype), starts.copy(), lengths.copy())
+def _pack_object(name: str, rows: np.ndarray, values: Sequence[Any]) -> Packed:
+    objects, pieces = _distinct(values)
+    pickles = []
+    for index, value in enumerate(objects):
+        try:
+            pickles.append(np.frombuffer(pickle.dumps(value, protocol=5), np.uint8))
+        except (pickle.PicklingError, TypeError, AttributeError) as error:
+            row = rows[index if pieces is None else int(np.argmax(pieces == index))]
+            raise DockError(f"put: column '{name}', row {row}: {_kind(value)} cannot be pickled: {error}") from error
+    return Packed(np.concatenate(pickles), np.array([len(data) for data in pickles], np.int64), pieces)
 
 
 def _kind(value: Any) -> str:
@@ -146,32 +210,43 @@ class _Column:
         return as_tensor(self._packed.values)
 
     @cached_property
-    def _ranges(self) -> list[tuple[int, int]]:
-        assert self._packed.starts is not None
+    def _starts(self) -> np.ndarray:
         assert self._packed.lengths is not None
-        return list(zip(self._packed.starts.tolist(), self._packed.lengths.tolist(), strict=True))
+        return np.concatenate(([0], np.cumsum(self._packed.lengths)))
 
-    def jagged(self, row: int) -> torch.Tensor:
-        """Values of one row, a view."""
-        return self._tensor.narrow(0, *self._ranges[row])
+    def _pieces(self, rows: np.ndarray) -> np.ndarray:
+        return rows if self._packed.pieces is None else self._packed.pieces[rows]
+
+    def jagged(self, rows: np.ndarray) -> list[torch.Tensor]:
+        """Values of rows, views."""
+        pieces = self._pieces(rows)
+        low, high = int(pieces.min()), int(pieces.max()) + 1
+        if high - low > 2 * len(pieces):  # far apart: cut out one by one
+            starts, stops = self._starts[pieces].tolist(), self._starts[pieces + 1].tolist()
+            return [self._tensor[start:stop] for start, stop in zip(starts, stops, strict=True)]
+        assert self._packed.lengths is not None
+        part = self._tensor[int(self._starts[low]) : int(self._starts[high])]
+        views = part.split(self._packed.lengths[low:high].tolist())
+        return [views[piece] for piece in (pieces - low).tolist()]
 
     def scalars(self, rows: np.ndarray) -> np.ndarray:
-        """Numbers of several rows."""
+        """Numbers of rows."""
         return self._packed.values[rows]
 
-    def object(self, row: int) -> Any:
-        """One row's object, a fresh copy."""
-        start, length = self._ranges[row]
-        return pickle.loads(self._packed.values[start : start + length].data)
+    def objects(self, rows: np.ndarray) -> list[Any]:
+        """Objects of rows, a fresh copy for each."""
+        pieces = self._pieces(rows)
+        starts, stops = self._starts[pieces].tolist(), self._starts[pieces + 1].tolist()
+        return [pickle.loads(self._packed.values[a:b].data) for a, b in zip(starts, stops, strict=True)]
 
 
 class PayloadReader:
     """Reads claims, keeping the most recently used payloads open. Safe to use from several threads.
 
-    `resolve(iteration, addresses)` fetches payloads, all that one `get` needs at once.
+    `resolve(claim, ids)` fetches payloads, all that one `get` needs at once.
     """
 
-    def __init__(self, spec: DockSpec, resolve: Callable[[int, list[Any]], list[Payload]], capacity: int = 256):
+    def __init__(self, spec: DockSpec, resolve: Callable[[Claim, list[int]], list[Payload]], capacity: int = 256):
         self._spec = spec
         self._resolve = resolve
         self._capacity = capacity
@@ -182,10 +257,12 @@ class PayloadReader:
         """See `TransferDock.get`."""
         for name in columns:
             if name not in claim.columns:
-                raise DockError(f"get: column '{name}' is not among the needs {claim.columns} of '{claim.consumer}'")
+                raise DockError(
+                    f"get: column '{name}' is not among the columns {claim.columns} of '{claim.consumer}'"
+                )
         self.forget(lambda iteration: iteration < claim.oldest_iteration)
         wanted = {name: claim.locations[claim.columns.index(name)] for name in columns}
-        ids = {int(key) for locations in wanted.values() for key in np.unique(locations >> 32)}
+        ids = {int(key) for locations in wanted.values() for key in np.unique(locations >> 32)} - {_ABSENT}
         with self._lock:
             opened = self._opened(claim, sorted(ids))
         return {name: self._read(name, opened, locations) for name, locations in wanted.items()}
@@ -198,8 +275,7 @@ class PayloadReader:
     def _opened(self, claim: Claim, ids: list[int]) -> dict[int, dict[str, _Column]]:
         absent = [key for key in ids if (claim.iteration, key) not in self._open]
         if absent:
-            payloads = self._resolve(claim.iteration, [claim.payloads[key] for key in absent])
-            for key, payload in zip(absent, payloads, strict=True):
+            for key, payload in zip(absent, self._resolve(claim, absent), strict=True):
                 self._open[claim.iteration, key] = {name: _Column(packed) for name, packed in payload.items()}
         result = {}
         for key in ids:
@@ -217,7 +293,13 @@ class PayloadReader:
             for key in np.unique(payload_of).tolist():
                 numbers[payload_of == key] = opened[key][name].scalars(row_of[payload_of == key])
             return torch.from_numpy(numbers)
-        pairs: Iterable[tuple[int, int]] = zip(payload_of.tolist(), row_of.tolist(), strict=True)
-        if column.kind == "jagged":
-            return [opened[key][name].jagged(row) for key, row in pairs]
-        return [opened[key][name].object(row) for key, row in pairs]
+        values: list[Any] = []
+        bounds = [0, *(np.flatnonzero(np.diff(payload_of)) + 1).tolist(), len(locations)]
+        for start, stop in pairwise(bounds):  # runs of rows from one payload
+            key, rows = int(payload_of[start]), row_of[start:stop]
+            if key == _ABSENT:  # an optional column that is not there
+                values += [None] * len(rows)
+            else:
+                packed = opened[key][name]
+                values += packed.jagged(rows) if column.kind == "jagged" else packed.objects(rows)
+        return values

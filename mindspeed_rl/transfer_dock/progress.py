@@ -3,16 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
 from mindspeed_rl.common.errors import DockError
-from mindspeed_rl.transfer_dock.queues import OrderedQueue, ReadinessQueue, WorkQueue
+from mindspeed_rl.transfer_dock.queues import DealOut, OrderedQueue, ReadinessQueue, WorkQueue, owners
 from mindspeed_rl.transfer_dock.spec import ConsumerSpec
+
+_UNBOUND = -1
 
 
 class Progress:
-    """Translates rows to the units (rows or groups, in the consumer's order) that a `WorkQueue` deals in."""
+    """Translates rows to the units (rows or groups, in the consumer's order) that a `WorkQueue` deals in.
+
+    Args:
+        name, spec: the consumer.
+        rows: of the iteration.
+        group: rows of a prompt.
+        block_rows: rows of a block.
+        order: the rows in the order in which they are handed out; None: ascending.
+        keep_order: hand out in that order, not in order of readiness.
+        selected: rows that will be handed out, if not all: `bind` says which, step by step. `order` is then of
+            0 … selected − 1, the numbers in which they are bound.
+        lengths: function of row numbers, their lengths; for consumers with `balance`.
+    """
 
     def __init__(
         self,
@@ -23,72 +38,176 @@ class Progress:
         block_rows: int,
         order: Sequence[int] | None,
         keep_order: bool,
+        selected: int | None = None,
+        deal_out: DealOut | None = None,
     ):
         self.name, self.spec = name, spec
         self.unit_rows = group if spec.grouped else 1
+        self._arguments = (rows, group, block_rows, order, keep_order, selected, deal_out)
         if block_rows % self.unit_rows:
             raise DockError(
                 f"block_rows = {block_rows}: grouped consumer '{name}' needs a multiple of n_samples = {group}"
             )
         if order is not None and not keep_order:
             raise DockError(f"an order for consumer '{name}' needs guarantee_order: true")
-        self.order = None if order is None else _permutation(name, order, rows, self.unit_rows)
-        self._position = None if self.order is None else np.argsort(self.order).astype(np.int32)
-        units = rows // self.unit_rows
+        slots = rows if selected is None else selected
+        if deal_out is not None and (block_rows % spec.shares or slots % block_rows):
+            raise DockError(
+                f"balanced consumer '{name}' needs block_rows = {block_rows} to be a multiple of its {spec.shares} "
+                f"shares, and the {slots} rows of an iteration to be a multiple of block_rows"
+            )
+        order_array = None if order is None else _permutation(name, order, slots, self.unit_rows)
+        # place in the order of the n-th bound row; None: n
+        self._places = None if order_array is None else np.argsort(order_array).astype(np.int32)
+        self.order = order_array if selected is None else np.full(slots, _UNBOUND, np.int32)
+        self._positions: np.ndarray | None = None  # of each row in `order`
+        if selected is not None:
+            self._positions = np.full(rows, _UNBOUND, np.int32)
+        elif self._places is not None:
+            self._positions = self._places
+        self.bound = rows if selected is None else 0
+        units = slots // self.unit_rows
         self.missing = np.full(units, self.unit_rows * len(spec.needs), np.int32)  # values each unit lacks
-        queue = OrderedQueue if keep_order else ReadinessQueue
-        self.queue: WorkQueue = queue(self.missing, block_rows // self.unit_rows, spec.shares)
         self.acked_by = np.zeros(units, np.int16)  # share + 1, or 0
+        block = block_rows // self.unit_rows
+        self.queue: WorkQueue = (
+            OrderedQueue(self.missing, block, spec.shares, owners(units, block, spec.shares), self._dealing(deal_out))
+            if keep_order
+            else ReadinessQueue(self.missing, spec.shares, owners(units, block, spec.shares))
+        )
         self._unfinished = [self.queue.remaining(share) for share in range(spec.shares)]
+        self.closed = False  # nothing is handed out any more, whatever is left
+
+    def _dealing(self, deal_out: DealOut | None) -> DealOut | None:
+        """Queues deal in units, `deal_out` in rows: the same but for the order."""
+        return None if deal_out is None else lambda units: deal_out(self.rows_of(units))
+
+    @property
+    def owner(self) -> np.ndarray:
+        """[units] share that owns each unit; without a guarantee of order, one that fits the shares' sizes."""
+        if isinstance(self.queue, OrderedQueue):
+            return self.queue.owner
+        return owners(len(self.missing), self._arguments[2] // self.unit_rows, self.spec.shares)
 
     def units_of(self, rows: np.ndarray) -> np.ndarray:
-        """Unit of each row."""
-        return (rows if self._position is None else self._position[rows]) // self.unit_rows
+        """Unit of each row; rows that are not bound are left out."""
+        if self._positions is None:
+            return rows // self.unit_rows
+        positions = self._positions[rows]
+        return positions[positions >= 0] // self.unit_rows
 
-    def rows_of(self, units: Sequence[int]) -> np.ndarray:
-        """All rows of the units, in the consumer's order."""
+    def rows_of(self, units: Sequence[int] | np.ndarray) -> np.ndarray:
+        """All rows of the units, in the consumer's order, as far as they are bound."""
         positions = np.asarray(units, np.int64)
         if self.unit_rows > 1:
             positions = (positions[:, None] * self.unit_rows + np.arange(self.unit_rows)).ravel()
-        return positions if self.order is None else self.order[positions]
+        if self.order is None:
+            return positions
+        rows = self.order[positions]
+        return rows[rows >= 0]
 
     def arrived(self, rows: np.ndarray, values: int) -> bool:
         """Each row got `values` of the needed columns; True when a unit became ready."""
-        units = self.units_of(rows)
+        return self._subtract(self.units_of(rows), values)
+
+    def _subtract(self, units: np.ndarray, values: int | np.ndarray) -> bool:
         if self.unit_rows > 1:
             np.subtract.at(self.missing, units, values)  # a unit may occur several times
         else:
             self.missing[units] -= values
-        ready = dict.fromkeys(units[self.missing[units] == 0].tolist())
-        self.queue.became_ready(ready)
+        ready = list(dict.fromkeys(units[self.missing[units] == 0].tolist()))
+        if ready:
+            self.queue.became_ready(ready)
         return bool(ready)
+
+    def bind(self, rows: np.ndarray, present: np.ndarray) -> bool:
+        """These rows come next in a selection; `present`: how many of the needed values each has already."""
+        assert self.order is not None
+        assert self._positions is not None
+        numbers = np.arange(self.bound, self.bound + len(rows))
+        places = numbers if self._places is None else self._places[numbers]
+        self.order[places] = rows
+        self._positions[rows] = places
+        self.bound += len(rows)
+        return self._subtract(places // self.unit_rows, present)
 
     def take(self, share: int, count: int) -> list[int]:
         """Units of up to `count` rows; see `WorkQueue.take`."""
-        return self.queue.take(share, count // self.unit_rows)
+        return [] if self.closed else self.queue.take(share, count // self.unit_rows)
 
-    def acknowledged(self, share: int, units: Sequence[int]) -> None:
+    def acknowledged(self, share: int, units: Sequence[int] | np.ndarray) -> None:
         """The units are done for good."""
         self.acked_by[units] = share + 1
         self._unfinished[share] -= len(units)
 
     def finished(self, share: int) -> bool:
-        """All rows of the share are acknowledged."""
-        return self._unfinished[share] == 0
+        """All rows of the share are acknowledged, or nobody wants the others."""
+        return self.closed or self._unfinished[share] == 0
 
-    def rebuild(self, locations: np.ndarray, acked_by: np.ndarray) -> None:
-        """Restore a fresh object from the needed columns' locations [columns, rows] and the acknowledgements."""
-        ordered = locations if self.order is None else locations[:, self.order]
-        by_unit = ordered.reshape(len(locations), len(self.missing), self.unit_rows)
-        self.missing -= (by_unit > 0).sum(axis=(0, 2), dtype=np.int32)
-        ready = np.flatnonzero(self.missing == 0)
-        # Locations grow with every put: a unit became ready with the largest of its locations.
-        became_ready = by_unit.max(axis=(0, 2))[ready]
-        self.queue.became_ready(ready[np.argsort(became_ready, kind="stable")].tolist())
+    def done_rows(self, rows: int) -> np.ndarray:
+        """[rows] bool: acknowledged."""
+        done = np.zeros(rows, bool)
+        done[self.rows_of(np.flatnonzero(self.acked_by))] = True
+        return done
+
+    def state(self) -> dict[str, Any]:
+        """What `rebuild` needs beside the columns' locations; plain."""
+        dealt = self.queue.dealt if isinstance(self.queue, OrderedQueue) else None
+        balanced = None if dealt is None else (self.queue.owner.copy(), dealt.copy())  # type: ignore[attr-defined]
+        binding = None if self._arguments[5] is None else self._bound_rows()
+        return {"acked_by": self.acked_by.copy(), "balanced": balanced, "bound": binding, "closed": self.closed}
+
+    def _bound_rows(self) -> np.ndarray:
+        assert self.order is not None
+        in_place = self.order if self._places is None else self.order[self._places]
+        return in_place[: self.bound].copy()
+
+    def rebuild(self, state: dict[str, Any], locations: np.ndarray, out: dict[int, list[int]]) -> Progress:
+        """A fresh object with this one's arguments, `state`, and the needed columns' locations [columns, rows].
+
+        out: units that stay handed out, by share.
+        """
+        rows, group, block_rows, order, keep_order, selected, deal_out = self._arguments
+        fresh = Progress(self.name, self.spec, rows, group, block_rows, order, keep_order, selected, deal_out)
+        taken = np.zeros(len(fresh.missing), bool)
+        for units in out.values():
+            taken[units] = True
+        taken |= state["acked_by"] > 0
+        if state["balanced"] is not None:
+            owner, dealt = state["balanced"]
+            fresh._restore_balance(owner, dealt, taken)
+        if state["bound"] is not None:
+            fresh.bind(state["bound"], np.zeros(len(state["bound"]), np.int32))
+        fresh._mark_ready(locations)
         for share in range(self.spec.shares):
-            units = np.flatnonzero(acked_by == share + 1)
-            self.queue.skip(share, units)
-            self.acknowledged(share, units.tolist())
+            acked = np.flatnonzero(state["acked_by"] == share + 1)
+            fresh.acknowledged(share, acked)
+            fresh.queue.skip(share, np.union1d(acked, np.array(out.get(share, []), np.int64)))
+        fresh.closed = state["closed"]
+        return fresh
+
+    def _restore_balance(self, owner: np.ndarray, dealt: np.ndarray, taken: np.ndarray) -> None:
+        """Blocks of which something was handed out stay as they were dealt; others may get other lengths yet."""
+        block = self._arguments[2]
+        assert isinstance(self.queue, OrderedQueue)
+        kept = dealt & taken.reshape(-1, block).any(axis=1)
+        owner = np.where(np.repeat(kept, block), owner, self.queue.owner)
+        queue = OrderedQueue(self.missing, block, self.spec.shares, owner, self._dealing(self._arguments[6]))
+        assert queue.dealt is not None
+        queue.dealt[:] = kept
+        self.queue = queue
+
+    def _mark_ready(self, locations: np.ndarray) -> None:
+        rows = self.rows_of(np.arange(len(self.missing)))
+        positions = np.arange(len(rows)) if self._positions is None else self._positions[rows]
+        units = positions // self.unit_rows
+        present = locations[:, rows]
+        np.subtract.at(self.missing, units, (present > 0).sum(axis=0).astype(np.int32))
+        # Locations grow with every put: a unit became ready with the largest of its locations.
+        became_ready = np.zeros(len(self.missing), np.int64)
+        np.maximum.at(became_ready, units, present.max(axis=0))
+        ready = np.flatnonzero(self.missing == 0)
+        self.queue.became_ready(ready[np.argsort(became_ready[ready], kind="stable")].tolist())
 
 
 def _permutation(name: str, order: Sequence[int], rows: int, unit_rows: int) -> np.ndarray:

@@ -1,36 +1,36 @@
 """The two ways to hand out work: in a fixed order, or in order of readiness.
 
 Both deal in *units*: positions 0, 1, … in a consumer's order, each one row, or one whole group for a grouped
-consumer. `missing[unit]` counts the values a unit still lacks; 0 means ready, and a ready unit stays ready. Handing
-out costs (amortised) what the units moved cost, however large the iteration is.
+consumer. `missing[unit]` counts the values a unit still lacks; 0 means ready. Handing out costs what the units moved
+cost, however large the iteration is.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 import numpy as np
 
+DealOut = Callable[[np.ndarray], Sequence[Sequence[int]]]
+"""Units of a block, all ready -> indices into them for each share, ascending, equally many."""
 
-def split_shares(units: int, block: int, shares: int) -> list[np.ndarray]:
-    """Positions owned by each share, ascending: the d-th contiguous 1/D of every block of `block` units."""
+
+def owners(units: int, block: int, shares: int) -> np.ndarray:
+    """Share of each unit, [units] int16: share d owns the d-th contiguous 1/D of every block of `block` units."""
     position = np.arange(units, dtype=np.int64)
     offset = position % block
     length = np.minimum(block, units - (position - offset))
     # Share d owns offsets floor(d·length/D) <= o < floor((d+1)·length/D); solved for d:
-    share = ((offset + 1) * shares - 1) // length
-    by_share = np.argsort(share, kind="stable").astype(np.int32)
-    bounds = np.cumsum(np.bincount(share, minlength=shares))[:-1]
-    return np.split(by_share, bounds)
+    return (((offset + 1) * shares - 1) // length).astype(np.int16)
 
 
 class WorkQueue(Protocol):
     """Units of one consumer in one iteration that are not handed out."""
 
-    def became_ready(self, units: Iterable[int]) -> None:
+    def became_ready(self, units: Sequence[int]) -> None:
         """These units lack nothing any more."""
 
     def take(self, share: int, count: int) -> list[int]:
@@ -46,7 +46,7 @@ class WorkQueue(Protocol):
         """Units of the share that are not handed out."""
 
     def skip(self, share: int, units: np.ndarray) -> None:
-        """On a fresh queue: these units (ascending) were finished before it was restored."""
+        """On a fresh queue: these units (ascending) have been handed out before."""
 
 
 class _Sequence:
@@ -55,7 +55,6 @@ class _Sequence:
     def __init__(self, units: np.ndarray):
         self.units = units
         self.cursor = 0
-        self.frontier = 0  # all indices below are known to be ready
         self.returned: list[int] = []  # heap of indices
 
     def next_indices(self, count: int, block: int) -> tuple[list[int], int]:
@@ -69,34 +68,64 @@ class _Sequence:
 
 
 class OrderedQueue:
-    """Strict order: a share gets its units one after the other, and waits for the next even if later are ready."""
+    """Strict order: a share gets its units one after the other, and waits for the next even if later are ready.
 
-    def __init__(self, missing: np.ndarray, block: int, shares: int):
+    With `deal_out`, a block's units are shared out when all of them are ready, and handed out only then. The shares'
+    sizes stay those of `owners`, so that nothing but who owns what changes.
+    """
+
+    def __init__(
+        self, missing: np.ndarray, block: int, shares: int, owner: np.ndarray, deal_out: DealOut | None = None
+    ):
         self._missing = missing
         self._block = block
-        self._shares = [_Sequence(units) for units in split_shares(len(missing), block, shares)]
+        self.owner = owner  # [units] int16, share of each unit
+        self.dealt = None if deal_out is None else np.zeros(-(-len(missing) // block), bool)
+        self._deal_out = deal_out
+        by_share = np.argsort(owner, kind="stable").astype(np.int32)
+        bounds = np.cumsum(np.bincount(owner, minlength=shares))[:-1]
+        self._shares = [_Sequence(units) for units in np.split(by_share, bounds)]
 
-    def became_ready(self, units: Iterable[int]) -> None:
-        pass  # `take` looks for itself, from the frontier on
+    def became_ready(self, units: Sequence[int]) -> None:
+        if self.dealt is None:
+            return
+        for block in np.unique(np.asarray(units) // self._block).tolist():
+            members = slice(block * self._block, (block + 1) * self._block)
+            if not self.dealt[block] and not self._missing[members].any():
+                self._deal(block, members)
+
+    def _deal(self, block: int, members: slice) -> None:
+        assert self._deal_out is not None
+        assert self.dealt is not None
+        units = np.arange(len(self._missing), dtype=np.int32)[members]
+        for share, (sequence, part) in enumerate(zip(self._shares, self._deal_out(units), strict=True)):
+            self.owner[units[part]] = share
+            first = int(np.searchsorted(sequence.units, units[0]))
+            sequence.units[first : first + len(part)] = units[part]
+        self.dealt[block] = True
 
     def take(self, share: int, count: int) -> list[int]:
         sequence = self._shares[share]
         back, fresh = sequence.next_indices(count, self._block)
-        stop = sequence.cursor + fresh
-        while sequence.frontier < stop and not self._missing[sequence.units[sequence.frontier]]:
-            sequence.frontier += 1
-        if sequence.frontier < stop:
+        indices = [*back, *range(sequence.cursor, sequence.cursor + fresh)]
+        units = sequence.units[indices]
+        if not indices or self._missing[units].any():
+            return []
+        if self.dealt is not None and not self.dealt[units[0] // self._block]:
             return []
         for _ in back:
             heapq.heappop(sequence.returned)
-        indices = back + list(range(sequence.cursor, stop))
-        sequence.cursor = stop
-        return sequence.units[indices].tolist()
+        sequence.cursor += fresh
+        return units.tolist()
 
     def upcoming(self, share: int, count: int) -> list[int]:
         sequence = self._shares[share]
         back, fresh = sequence.next_indices(count, self._block)
-        return sequence.units[back + list(range(sequence.cursor, sequence.cursor + fresh))].tolist()
+        units = sequence.units[back + list(range(sequence.cursor, sequence.cursor + fresh))]
+        if len(units) and self.dealt is not None and not self.dealt[units[0] // self._block]:
+            start = units[0] // self._block * self._block  # waits for all of its block
+            return list(range(start, min(start + self._block, len(self._missing))))
+        return units.tolist()
 
     def give_back(self, share: int, units: Sequence[int]) -> None:
         sequence = self._shares[share]
@@ -111,19 +140,18 @@ class OrderedQueue:
         if not len(units):
             return
         sequence = self._shares[share]
-        finished = np.searchsorted(sequence.units, units)
-        sequence.cursor = sequence.frontier = int(finished[-1]) + 1
-        # Everything below the cursor was handed out once, so it is ready: what is unfinished comes back.
-        sequence.returned = np.setdiff1d(np.arange(sequence.cursor), finished).tolist()
+        taken = np.searchsorted(sequence.units, units)
+        sequence.cursor = int(taken[-1]) + 1
+        sequence.returned = np.setdiff1d(np.arange(sequence.cursor), taken).tolist()
 
 
 class ReadinessQueue:
     """First ready, first out: any share takes any ready unit until it has had its number of units."""
 
-    def __init__(self, missing: np.ndarray, block: int, shares: int):
+    def __init__(self, missing: np.ndarray, shares: int, owner: np.ndarray):
         self._missing = missing
         self._ready: deque[int] = deque()
-        self._left = [len(units) for units in split_shares(len(missing), block, shares)]
+        self._left = np.bincount(owner, minlength=shares).tolist()
 
     def became_ready(self, units: Iterable[int]) -> None:
         self._ready.extend(units)
@@ -146,6 +174,6 @@ class ReadinessQueue:
         return self._left[share]
 
     def skip(self, share: int, units: np.ndarray) -> None:
-        finished = set(units.tolist())
-        self._ready = deque(unit for unit in self._ready if unit not in finished)
-        self._left[share] -= len(finished)
+        taken = set(units.tolist())
+        self._ready = deque(unit for unit in self._ready if unit not in taken)
+        self._left[share] -= len(taken)

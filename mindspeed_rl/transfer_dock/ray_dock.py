@@ -2,55 +2,63 @@
 
 `put` stores the payload in the object store of its own node and tells the controller where it is; `get` maps it from
 there (Ray moves it between nodes when it has to). A payload belongs to the process that put it and is lost with that
-process: Ray no longer lets another process own it. `get` then says so, naming the rows.
+process: Ray does not let another process own it. `get` then reports it, and the dock has the rows made again.
 """
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import ray
-from ray.exceptions import GetTimeoutError, ObjectLostError, RayActorError, RayTaskError
+from ray.exceptions import GetTimeoutError, ObjectLostError
 
-from mindspeed_rl.common.errors import DockError, DockTimeout, MindSpeedRLError
+from mindspeed_rl.common.errors import DockError, DockTimeout, RowsLost
+from mindspeed_rl.transfer_dock.client import Client, client_of
 from mindspeed_rl.transfer_dock.controller import Controller
-from mindspeed_rl.transfer_dock.payload import Payload, PayloadReader, pack
-from mindspeed_rl.transfer_dock.ray_refs import Address, to_ref
-from mindspeed_rl.transfer_dock.spec import DEFAULT_TIMEOUT, Claim, DockSnapshot, DockSpec, NotYet
+from mindspeed_rl.transfer_dock.payload import Payload, PayloadReader, Scratch, pack
+from mindspeed_rl.transfer_dock.ray_refs import to_address, to_ref
+from mindspeed_rl.transfer_dock.spec import DEFAULT_TIMEOUT, Claim, DockSnapshot, DockSpec, NotYet, Selection
 from mindspeed_rl.transfer_dock.table import as_rows
 
-_ANSWER_SECONDS = 60.0  # for the controller to answer a call that does not wait for anything
 _SLOW_FETCH_SECONDS = 3.0
-_MAX_CALLS = 100_000  # calls in flight, waiting ones included: a put must never queue behind waiting claims
+_MANY = 100_000  # calls in flight at the controller's actor: one for each process that uses the dock
 
 
 class RayTransferDock:
-    """`TransferDock` over a `Controller` actor; picklable, and safe for threads. Methods: see `TransferDock`."""
+    """`TransferDock` over a `Controller` actor; picklable, and safe for threads. Methods: see `TransferDock`.
 
-    def __init__(self, spec: DockSpec, controller: Any):
+    Args:
+        spec: what it holds.
+        controller: the actor.
+        endpoint: address and key of its server.
+    """
+
+    def __init__(self, spec: DockSpec, controller: Any, endpoint: tuple[str, bytes]):
         self.spec = spec
-        self._controller = controller
+        self._controller, self._endpoint = controller, endpoint
         self._reader = PayloadReader(spec, self._resolve)
+        self._of_thread = threading.local()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.spec, self._controller)
+        return type(self), (self.spec, self._controller, self._endpoint)
 
     @classmethod
     def create(cls, spec: DockSpec, num_cpus: float = 1.0, start_timeout: float = 300.0) -> RayTransferDock:
         """Start the controller, on `num_cpus` CPUs; it lives as long as the first handle or until killed."""
         actor: Any = ray.remote(Controller)
-        controller = actor.options(num_cpus=num_cpus, max_concurrency=_MAX_CALLS).remote(spec)
-        dock = cls(spec, controller)
+        controller = actor.options(num_cpus=num_cpus, max_concurrency=_MANY).remote(spec)
         try:
-            dock._call("ready", seconds=start_timeout)
-        except DockTimeout as error:
+            endpoint = ray.get(controller.endpoint.remote(), timeout=start_timeout)
+        except GetTimeoutError as error:
             ray.kill(controller)
             raise DockTimeout(
                 f"the TransferDock controller did not start within {start_timeout} s: it needs {num_cpus} free CPUs"
             ) from error
-        return dock
+        return cls(spec, controller, endpoint)
 
     def begin(
         self,
@@ -59,8 +67,11 @@ class RayTransferDock:
         n_samples: int,
         block_rows: int,
         orders: Mapping[str, Sequence[int]] | None = None,
-    ) -> None:
-        self._call("begin", iteration, num_prompts, n_samples, block_rows, orders)
+        selection: Selection | None = None,
+        carry_from: int | None = None,
+    ) -> int:
+        arguments = (iteration, num_prompts, n_samples, block_rows, orders, selection, carry_from)
+        return self._client.request("begin", *arguments)
 
     def put(
         self,
@@ -69,77 +80,129 @@ class RayTransferDock:
         columns: Mapping[str, Sequence[Any]],
         timeout: float = DEFAULT_TIMEOUT,
     ) -> None:
-        numbers = as_rows(rows)
-        payload, nbytes = pack(self.spec, numbers, columns)
-        self._call(
-            "put",
-            iteration,
-            numbers,
-            list(payload),
-            [ray.put(payload)],
-            nbytes,
-            timeout,
-            seconds=timeout + _ANSWER_SECONDS,
-        )
+        self._put(iteration, as_rows(rows), columns, None, timeout)
+
+    def _put(
+        self,
+        iteration: int,
+        rows: np.ndarray,
+        columns: Mapping[str, Sequence[Any]],
+        lease: int | None,
+        timeout: float,
+    ) -> None:
+        payload, nbytes = pack(self.spec, rows, columns, self._scratch)
+        ref = ray.put(payload)
+        self._scratch.done()
+        lengths = {name: payload[name].row_lengths for name in self.spec.balancing if name in payload}
+        arguments = (iteration, rows, list(payload), to_address(ref), nbytes, lengths, lease, timeout)
+        self._client.keep(self._client.request("put", *arguments, seconds=timeout), ref)
+        self._client.live()
 
     def claim(
-        self, consumer: str, iteration: int, count: int, share: int = 0, timeout: float = DEFAULT_TIMEOUT
+        self,
+        consumer: str,
+        iteration: int,
+        count: int,
+        share: int = 0,
+        timeout: float = DEFAULT_TIMEOUT,
+        version: int | None = None,
     ) -> Claim | None:
-        return self._call("claim", consumer, iteration, count, share, timeout, seconds=timeout + _ANSWER_SECONDS)
+        self._client.live()
+        arguments = (consumer, iteration, count, share, version, timeout)
+        return self._client.request("claim", *arguments, seconds=timeout)
 
-    def try_claim(self, consumer: str, iteration: int, count: int, share: int = 0) -> Claim | NotYet | None:
-        return self._call("try_claim", consumer, iteration, count, share)
+    def try_claim(
+        self, consumer: str, iteration: int, count: int, share: int = 0, version: int | None = None
+    ) -> Claim | NotYet | None:
+        self._client.live()
+        return self._client.request("try_claim", consumer, iteration, count, share, version)
 
     def get(self, claim: Claim, columns: Sequence[str]) -> dict[str, Any]:
-        try:
-            return self._reader.get(claim, columns)
-        except ObjectLostError as error:
-            raise DockError(
-                f"get: payloads of rows {list(claim.rows[:4])}… of iteration {claim.iteration} are gone: the "
-                f"iteration has been cleared, or the process that put them died ({type(error).__name__})"
-            ) from error
+        return self._reader.get(claim, columns)
 
-    def ack(self, claim: Claim) -> None:
-        self._call("ack", claim.iteration, claim.lease)
+    def ack(
+        self,
+        claim: Claim,
+        columns: Mapping[str, Sequence[Any]] | None = None,
+        rows: Sequence[int] | None = None,
+        timeout: float = DEFAULT_TIMEOUT,
+    ) -> None:
+        if columns:
+            numbers = as_rows(claim.rows if rows is None else rows)
+            self._put(claim.iteration, numbers, columns, claim.lease, timeout)
+        else:
+            self._client.request("ack", claim.iteration, claim.lease, None if rows is None else as_rows(rows))
 
     def release(self, claim: Claim) -> None:
-        self._call("release", claim.iteration, claim.lease)
+        self._client.request("release", claim.iteration, claim.lease)
 
     def clear(self, iteration: int) -> None:
         self._reader.forget(lambda number: number == iteration)
-        self._call("clear", iteration)
+        self._client.request("clear", iteration)
 
     def snapshot(self) -> DockSnapshot:
-        state, addresses, _keep_alive = self._call("snapshot")
-        payloads = ray.get([to_ref(address) for address in addresses.values()], timeout=DEFAULT_TIMEOUT)
+        state, addresses = self._client.request("snapshot")
+        try:
+            payloads = ray.get([to_ref(address) for address in addresses.values()], timeout=DEFAULT_TIMEOUT)
+        except ObjectLostError as error:
+            raise DockError(f"snapshot: payloads are gone with the process that put them ({error})") from error
         return DockSnapshot(state, dict(zip(addresses, payloads, strict=True)))
 
     def restore(self, snapshot: DockSnapshot) -> None:
-        self._call("restore", snapshot.state, {key: ray.put(payload) for key, payload in snapshot.payloads.items()})
+        refs = {key: ray.put(payload) for key, payload in snapshot.payloads.items()}
+        self._client.request("restore", snapshot.state, {key: to_address(ref) for key, ref in refs.items()})
+        for key, ref in refs.items():
+            self._client.keep(key, ref)
 
     def stats(self) -> dict[str, Any]:
-        return self._call("stats")
+        return self._client.request("stats")
 
-    def _resolve(self, iteration: int, addresses: list[Address]) -> list[Payload]:
+    @property
+    def _client(self) -> Client:
+        renew_seconds = self.spec.lease_seconds / 3 if self.spec.renew_leases else None
+        return client_of(self._endpoint, self._controller, renew_seconds)
+
+    @property
+    def _scratch(self) -> Scratch:
+        if not hasattr(self._of_thread, "scratch"):
+            self._of_thread.scratch = Scratch()
+        return self._of_thread.scratch
+
+    def _resolve(self, claim: Claim, ids: list[int]) -> list[Payload]:
         """Fetch payloads. Ray waits for ever for an object of this process that was freed, so a slow fetch asks."""
-        refs = [to_ref(address) for address in addresses]
+        refs = [to_ref(claim.payloads[key]) for key in ids]
         deadline = time.monotonic() + DEFAULT_TIMEOUT
         while time.monotonic() < deadline:
             try:
                 return ray.get(refs, timeout=_SLOW_FETCH_SECONDS)
             except GetTimeoutError:
-                self._call("check_alive", iteration)
-        raise DockTimeout(f"{len(refs)} payloads of iteration {iteration} did not arrive within {DEFAULT_TIMEOUT} s")
+                self._client.request("check_alive", claim.iteration)
+            except ObjectLostError as error:
+                lost = [key for key, ref in zip(ids, refs, strict=True) if _is_lost(ref)]
+                redone = self._client.request("lost", claim.iteration, lost)
+                raise RowsLost(_describe_loss(claim, redone)) from error
+        raise DockTimeout(
+            f"{len(refs)} payloads of iteration {claim.iteration} did not arrive within {DEFAULT_TIMEOUT} s"
+        )
 
-    def _call(self, method: str, *args: Any, seconds: float = _ANSWER_SECONDS) -> Any:
-        """Call the controller, allow `seconds` for its answer, and turn Ray's errors into the dock's."""
-        try:
-            return ray.get(getattr(self._controller, method).remote(*args), timeout=seconds)
-        except RayTaskError as error:
-            if isinstance(error.cause, MindSpeedRLError):
-                raise error.cause from None
-            raise
-        except RayActorError as error:
-            raise DockError(f"the TransferDock controller died ('{method}' was called)") from error
-        except GetTimeoutError as error:
-            raise DockTimeout(f"the TransferDock controller did not answer '{method}' within {seconds} s") from error
+
+def _is_lost(ref: ray.ObjectRef) -> bool:
+    try:
+        ray.get(ref, timeout=_SLOW_FETCH_SECONDS)
+    except ObjectLostError:
+        return True
+    except GetTimeoutError:
+        return False
+    return False
+
+
+def _describe_loss(claim: Claim, redone: Mapping[int, Mapping[str, Sequence[int]]]) -> str:
+    again = [
+        f"'{consumer}' of iteration {iteration}: rows {', '.join(map(str, rows[:4]))}{', …' if len(rows) > 4 else ''}"
+        for iteration, consumers in redone.items()
+        for consumer, rows in consumers.items()
+    ]
+    return (
+        f"values of rows of iteration {claim.iteration} that '{claim.consumer}' claimed are gone with the process "
+        f"that put them; made again: {'; '.join(again) or 'nothing'}"
+    )

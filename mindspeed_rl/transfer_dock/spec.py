@@ -6,7 +6,7 @@ put once. A *consumer* is a stage that may take a row as soon as all columns it 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Final, Literal, Protocol
@@ -24,10 +24,14 @@ DType = Literal["int64", "float32", "object"]
 
 @dataclass(frozen=True)
 class ColumnSpec:
-    """One column. `jagged`: a 1-D tensor a row; `scalar`: a number a row; `object`: anything picklable a row."""
+    """One column. `jagged`: a 1-D tensor a row; `scalar`: a number a row; `object`: anything picklable a row.
+
+    A value is put once, except in a `replaceable` column, where a later one takes its place.
+    """
 
     dtype: DType
     kind: Kind = "jagged"
+    replaceable: bool = False
 
     def __post_init__(self) -> None:
         if self.kind not in ("jagged", "scalar", "object"):
@@ -41,41 +45,120 @@ class ColumnSpec:
 
 @dataclass(frozen=True)
 class ConsumerSpec:
-    """One reading stage: the columns it needs, its data-parallel shares, whether it takes whole groups only."""
+    """One stage: what it reads, what it puts, and how rows are handed to it.
+
+    needs: columns that a row must have to be handed out; they can be read.
+    optional: columns that can be read where they are there.
+    puts: columns that the stage makes out of those. If their values are lost (with the process that held them), the
+        rows are handed out again. A stage that puts nothing, such as the update, is final: it sees a row only once.
+    shares: data-parallel parts of the rows, claimed separately.
+    grouped: hand out whole groups only.
+    balance: columns whose lengths, added up, are the length of a row: the rows of each block are dealt out to the
+        shares by `DockSpec.partition` instead of in equal contiguous parts, once all of them are ready.
+    all_prompts: with a selection (see `TransferDock.begin`): sees all rows, not only the selected ones.
+    max_staleness: a claim must state its policy version v, and `iteration - v` may be this at most.
+    """
 
     needs: tuple[str, ...]
     shares: int = 1
     grouped: bool = False
+    puts: tuple[str, ...] = ()
+    optional: tuple[str, ...] = ()
+    balance: tuple[str, ...] = ()
+    all_prompts: bool = False
+    max_staleness: int | None = None
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """Columns that its claims give access to."""
+        return (*self.needs, *self.optional)
+
+
+Partition = Callable[[np.ndarray, int], Sequence[Sequence[int]]]
+"""(lengths [n] of the rows of a block, parts) -> equally many indices below n, ascending, for each part."""
+
+
+@dataclass(frozen=True)
+class Selection:
+    """How an iteration ends before all of its prompts are complete (partial rollout).
+
+    prompts: groups that are trained on. The others are carried over to the next iteration, with all they have.
+    max_iterations: a group belongs to the selection of its `max_iterations`-th iteration at the latest.
+    finish_oldest: that iteration ends only when such groups are complete; otherwise whoever generates them ends them
+        where they are as soon as enough others are complete.
+    """
+
+    prompts: int
+    max_iterations: int
+    finish_oldest: bool = True
 
 
 @dataclass(frozen=True)
 class DockSpec:
     """Columns, consumers and limits of a dock. Raises `DockError` for a specification that contradicts itself.
 
-    `lease_seconds`: rows claimed but not acknowledged for so long are handed out again.
+    `lease_seconds`: rows that were claimed are handed out again once the process that holds them has been silent for
+    so long. Processes say by themselves that they live, unless `renew_leases` is false: then a lease simply ends.
     `max_bytes`: while live payloads exceed it, puts for any iteration but the oldest one alive wait. The oldest is
     exempt because only its completion frees memory: holding it back would be a deadlock.
+    `partition`: shares out the blocks of consumers with `balance`.
     """
 
     columns: dict[str, ColumnSpec]
     consumers: dict[str, ConsumerSpec]
     guarantee_order: bool = True
-    lease_seconds: float = 3600.0
+    lease_seconds: float = 60.0
+    renew_leases: bool = True
     max_bytes: int | None = None
+    partition: Partition | None = None
 
     def __post_init__(self) -> None:
+        made: dict[str, str] = {}
         for name, consumer in self.consumers.items():
-            unknown = [column for column in consumer.needs if column not in self.columns]
-            if unknown:
-                raise DockError(f"consumer '{name}' needs unknown columns {unknown}; there are {list(self.columns)}")
-            if not consumer.needs or len(set(consumer.needs)) != len(consumer.needs):
-                raise DockError(f"consumer '{name}' needs {consumer.needs}: expected one or more different columns")
-            if consumer.shares < 1:
-                raise DockError(f"consumer '{name}' has shares = {consumer.shares}: expected at least 1")
+            self._check_consumer(name, consumer)
+            for column in consumer.puts:
+                if column in made:
+                    raise DockError(f"consumers '{made[column]}' and '{name}' both put column '{column}'")
+                made[column] = name
         if not self.lease_seconds > 0:
             raise DockError(f"lease_seconds = {self.lease_seconds}: expected more than 0")
         if self.max_bytes is not None and self.max_bytes < 1:
             raise DockError(f"max_bytes = {self.max_bytes}: expected at least 1, or None for no limit")
+
+    @property
+    def balancing(self) -> set[str]:
+        """Columns that some consumer is balanced by."""
+        return {column for consumer in self.consumers.values() for column in consumer.balance}
+
+    def _check_consumer(self, name: str, consumer: ConsumerSpec) -> None:
+        for what, columns in (("needs", consumer.needs), ("optional", consumer.optional), ("puts", consumer.puts)):
+            unknown = [column for column in columns if column not in self.columns]
+            if unknown:
+                raise DockError(f"consumer '{name}' {what} unknown columns {unknown}; there are {list(self.columns)}")
+        if not consumer.needs or len(set(consumer.reads)) != len(consumer.reads):
+            raise DockError(f"consumer '{name}' needs {consumer.needs}: expected one or more different columns")
+        for column in consumer.needs:
+            if self.columns[column].replaceable:
+                raise DockError(f"consumer '{name}' needs '{column}': a replaceable column can only be optional")
+        scalars = [column for column in consumer.optional if self.columns[column].kind == "scalar"]
+        if scalars:
+            raise DockError(f"consumer '{name}' has optional scalars {scalars}: a scalar cannot be absent")
+        if set(consumer.needs) & set(consumer.puts):
+            raise DockError(f"consumer '{name}' both needs and puts {set(consumer.needs) & set(consumer.puts)}")
+        if consumer.shares < 1:
+            raise DockError(f"consumer '{name}' has shares = {consumer.shares}: expected at least 1")
+        if consumer.max_staleness is not None and consumer.max_staleness < 0:
+            raise DockError(f"consumer '{name}' has max_staleness = {consumer.max_staleness}: expected at least 0")
+        if not consumer.balance:
+            return
+        if self.partition is None or not self.guarantee_order or consumer.grouped:
+            raise DockError(
+                f"consumer '{name}' is balanced by {consumer.balance}: that needs a partition, "
+                "guarantee_order: true, and grouped: false"
+            )
+        flat = [c for c in consumer.balance if c not in consumer.needs or self.columns[c].kind != "jagged"]
+        if flat:
+            raise DockError(f"consumer '{name}' is balanced by {flat}: expected jagged columns that it needs")
 
 
 class NotYet(Enum):
@@ -105,6 +188,7 @@ class Claim:
     locations: np.ndarray  # [len(columns), len(rows)] int64: payload id << 32 | index of the row in that payload
     payloads: dict[int, Any]  # payload id -> address
     oldest_iteration: int  # oldest one alive at the claim; what readers cached of earlier ones is dropped
+    last: tuple[bool, ...] = ()  # with a selection: which rows are of a group in its last iteration
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -130,12 +214,22 @@ class TransferDock(Protocol):
         n_samples: int,
         block_rows: int,
         orders: Mapping[str, Sequence[int]] | None = None,
-    ) -> None:
+        selection: Selection | None = None,
+        carry_from: int | None = None,
+    ) -> int:
         """Open an iteration of `num_prompts * n_samples` rows.
 
         Every consumer's rows are cut, in that consumer's order, in blocks of `block_rows` (a mini-batch; the last one
-        may be shorter); share d of D owns the d-th contiguous 1/D of every block. `orders[consumer]` is a permutation
-        of the rows (default: ascending) and needs `guarantee_order`.
+        may be shorter); share d of D owns the d-th contiguous 1/D of every block, unless the consumer is balanced.
+        `orders[consumer]` is a permutation of the rows (default: ascending) and needs `guarantee_order`.
+
+        With a `selection`, consumers with `all_prompts` work on all rows until enough groups have all values that
+        those consumers put: then they get no more rows, and every other consumer sees the selected groups only, as so
+        many rows (and `orders` are permutations of 0 … selected rows − 1). With `carry_from`, an iteration whose
+        selection is complete, the groups that it did not select are the first prompts here, those that took part
+        longest first, with all their values.
+
+        Returns the number of prompts carried over: values of the other rows are still to be put.
         """
 
     def put(
@@ -147,34 +241,58 @@ class TransferDock(Protocol):
     ) -> None:
         """Store values of `columns` for `rows`; returns once they are visible, all of them at once.
 
+        For values that come from outside, such as prompts; stages hand in their results by `ack`.
         Values: `jagged` 1-D tensors of the column's dtype, `scalar` numbers or one 1-D tensor, `object` anything
         picklable; one value a row. A tensor or object given for several rows is stored once.
         """
 
     def claim(
-        self, consumer: str, iteration: int, count: int, share: int = 0, timeout: float = DEFAULT_TIMEOUT
+        self,
+        consumer: str,
+        iteration: int,
+        count: int,
+        share: int = 0,
+        timeout: float = DEFAULT_TIMEOUT,
+        version: int | None = None,
     ) -> Claim | None:
-        """Wait for `count` rows of a share and lease them; None once all rows of the share are acknowledged.
+        """Wait for `count` rows of a share and lease them; None once nothing of the share is left to do.
 
         Fewer rows come at the end of the share. With `guarantee_order` rows come strictly in order, and a claim also
         ends where a block ends, so that a micro-batch never reaches over two mini-batches. Without it, rows come in
         the order in which they became ready, up to the share's number of rows. A grouped consumer asks for, and
         gets, whole groups. Rows that others hold for the same share may still come back, so a claim waits for
         them: acknowledge what you hold before the last claim, or look ahead with `try_claim`.
+
+        version: of the policy that the caller works with, for consumers with `max_staleness`; too old is an error.
         """
 
-    def try_claim(self, consumer: str, iteration: int, count: int, share: int = 0) -> Claim | NotYet | None:
+    def try_claim(
+        self, consumer: str, iteration: int, count: int, share: int = 0, version: int | None = None
+    ) -> Claim | NotYet | None:
         """As `claim` without waiting: `NOT_YET` where `claim` would wait."""
 
     def get(self, claim: Claim, columns: Sequence[str]) -> dict[str, Any]:
-        """Values of a claim's rows, for columns among the consumer's needs.
+        """Values of a claim's rows, for columns among what the consumer reads.
 
-        `jagged`: list of 1-D tensors; `scalar`: one tensor [rows]; `object`: list. Jagged tensors are views of
-        shared memory that other processes read too: never write to them.
+        `jagged`: list of 1-D tensors; `scalar`: one tensor [rows]; `object`: list; None where an optional value is
+        not there. Jagged tensors are views of shared memory that other processes read too: never write to them.
+
+        Raises `RowsLost` if the process that put values died. The dock knows it then: what somebody still needs is
+        made again by the consumer that makes it, and this claim's lease has ended. Claim again.
         """
 
-    def ack(self, claim: Claim) -> None:
-        """The consumer is done with the rows. Refused when the lease has expired or was ended before."""
+    def ack(
+        self,
+        claim: Claim,
+        columns: Mapping[str, Sequence[Any]] | None = None,
+        rows: Sequence[int] | None = None,
+        timeout: float = DEFAULT_TIMEOUT,
+    ) -> None:
+        """The consumer is done with the claim's rows, or with these `rows` of it (whole groups if it is grouped).
+
+        `columns` are the results for just those rows: stored and acknowledged in one step, so that a row is either
+        done with all its results or handed out again. Refused, with nothing stored, when the lease has ended.
+        """
 
     def release(self, claim: Claim) -> None:
         """Give the rows back, to be handed out again at once."""
@@ -191,6 +309,7 @@ class TransferDock(Protocol):
     def stats(self) -> dict[str, Any]:
         """State and totals, by name.
 
-        `rows` {iteration: rows}, `rows_out` under a lease and `bytes` are of now; `bytes_put` and `wait_seconds`
-        {consumer: seconds its claims waited} are since the start.
+        `rows` {iteration: rows}, `rows_out` under a lease and `bytes` are of now; `bytes_put`, `rows_redone` (handed
+        out again after a loss, all consumers) and `wait_seconds` {consumer: seconds its claims waited} are since the
+        start.
         """

@@ -6,9 +6,9 @@ over. Every method checks everything before it changes anything.
 
 from __future__ import annotations
 
+import heapq
 import secrets
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,8 +16,9 @@ from typing import Any
 import numpy as np
 
 from mindspeed_rl.common.errors import DockError
+from mindspeed_rl.transfer_dock.iteration import Begin, Iteration, Lease
 from mindspeed_rl.transfer_dock.progress import Progress
-from mindspeed_rl.transfer_dock.spec import NOT_YET, Claim, DockSpec, NotYet
+from mindspeed_rl.transfer_dock.spec import NOT_YET, Claim, DockSpec, NotYet, Selection
 
 _SHOWN = 4  # rows named in a message before "and N more"
 
@@ -33,60 +34,35 @@ def as_rows(rows: Sequence[int]) -> np.ndarray:
     return array
 
 
-@dataclass
-class _Lease:
-    iteration: int
-    consumer: str
-    share: int
-    units: list[int]
-    expires: float
+@dataclass(frozen=True)
+class _Payload:
+    """Where a payload is, and whose it is: that process keeps it until it hears that it is free."""
 
-
-class _Iteration:
-    """Rows of one iteration: where each value is, and how far each consumer got."""
-
-    def __init__(
-        self,
-        spec: DockSpec,
-        num_prompts: int,
-        n_samples: int,
-        block_rows: int,
-        orders: Mapping[str, Sequence[int]],
-    ):
-        for name, value in (("num_prompts", num_prompts), ("n_samples", n_samples), ("block_rows", block_rows)):
-            if value < 1:
-                raise DockError(f"{name} = {value}: expected at least 1")
-        unknown = [name for name in orders if name not in spec.consumers]
-        if unknown:
-            raise DockError(f"orders for unknown consumers {unknown}; there are {list(spec.consumers)}")
-        self.num_prompts, self.n_samples, self.block_rows = num_prompts, n_samples, block_rows
-        self.orders = {name: np.asarray(order) for name, order in orders.items()}
-        self.rows = num_prompts * n_samples
-        # payload id << 32 | index in the payload; 0: absent (payload ids start at 1)
-        self.locations = {name: np.zeros(self.rows, np.int64) for name in spec.columns}
-        self.progress = {
-            name: Progress(name, consumer, self.rows, n_samples, block_rows, orders.get(name), spec.guarantee_order)
-            for name, consumer in spec.consumers.items()
-        }
-        self.payloads: dict[int, Any] = {}
-        self.bytes = 0
+    address: Any
+    nbytes: int
+    holder: str | None
 
 
 class DockTable:
-    """Iterations, rows, leases. `clock` returns seconds that never go back."""
+    """Iterations, rows, leases, payloads. `clock` returns seconds that never go back."""
 
     def __init__(self, spec: DockSpec, clock: Callable[[], float] = time.monotonic):
         self.spec = spec
         self._clock = clock
-        self._iterations: dict[int, _Iteration] = {}
+        self._iterations: dict[int, Iteration] = {}
         self._cleared: set[int] = set()
-        self._leases: dict[int, _Lease] = {}
-        self._expiries: deque[int] = deque()  # lease ids, oldest first; ended ones are skipped when they come up
+        self._leases: dict[int, Lease] = {}
+        self._expiries: list[tuple[float, int]] = []  # heap of (time, lease); outdated entries are corrected on top
+        self._seen: dict[str, float] = {}  # when each process that holds leases was heard of last
         # A random start: a lease from before a restore can never be taken for one of this table.
         self._next_lease = secrets.randbits(62)
+        self._payloads: dict[int, _Payload] = {}
         self._next_payload = 1
+        self._freed: dict[str, list[int]] = {}
         self._woken: dict[tuple[int, str], None] = {}
+        self.live_bytes = 0  # of all payloads
         self.bytes_put = 0
+        self.rows_redone = 0
         self.wait_seconds = dict.fromkeys(spec.consumers, 0.0)
 
     # --- life of an iteration
@@ -98,20 +74,48 @@ class DockTable:
         n_samples: int,
         block_rows: int,
         orders: Mapping[str, Sequence[int]] | None = None,
-    ) -> None:
+        selection: Selection | None = None,
+        carry_from: int | None = None,
+    ) -> int:
         """See `TransferDock.begin`."""
         if iteration in self._iterations or iteration in self._cleared:
             raise DockError(f"iteration {iteration} was begun before")
-        self._iterations[iteration] = _Iteration(self.spec, num_prompts, n_samples, block_rows, orders or {})
+        begin = Begin(num_prompts, n_samples, block_rows, dict(orders or {}), selection)
+        former = None if carry_from is None else self._iteration(carry_from)
+        if former is None:
+            self._iterations[iteration] = Iteration(self.spec, begin)
+            return 0
+        if former.selection is None or selection is None:
+            raise DockError("groups are carried over between iterations with a selection only")
+        ages = np.zeros(num_prompts, np.int32)
+        left = former.selection.left()[:num_prompts]
+        ages[: len(left)] = former.selection.ages[left] + 1
+        new = Iteration(self.spec, begin, ages)
+        carried = new.carry_from(former)
+        self._iterations[iteration] = new
+        return carried
 
     def clear(self, iteration: int) -> None:
         """See `TransferDock.clear`."""
-        self._iteration(iteration)
+        state = self._iteration(iteration)
         del self._iterations[iteration]
         self._cleared.add(iteration)
         self._leases = {key: lease for key, lease in self._leases.items() if lease.iteration != iteration}
+        for payload in state.payloads:
+            if not any(payload in other.payloads for other in self._iterations.values()):
+                self._free(payload)
         for name in self.spec.consumers:
             self._woken[iteration, name] = None
+
+    def _free(self, payload: int) -> None:
+        freed = self._payloads.pop(payload)
+        self.live_bytes -= freed.nbytes
+        if freed.holder is not None:
+            self._freed.setdefault(freed.holder, []).append(payload)
+
+    def take_freed(self, holder: str) -> list[int]:
+        """Payloads of this process that nobody needs any more, since the last call."""
+        return self._freed.pop(holder, [])
 
     def is_alive(self, iteration: int) -> bool:
         """Begun and not cleared."""
@@ -131,87 +135,166 @@ class DockTable:
 
     def check_put(self, iteration: int, rows: np.ndarray, columns: Iterable[str]) -> None:
         """Raise `DockError` if a put of these rows (from `as_rows`) and columns would be refused."""
-        state = self._iteration(iteration)
-        outside = rows[(rows < 0) | (rows >= state.rows)]
-        if outside.size:
-            raise DockError(f"put: row {outside[0]} is outside iteration {iteration}, which has {state.rows} rows")
-        for column in columns:
-            if column not in state.locations:
-                raise DockError(f"put: unknown column '{column}'; there are {list(state.locations)}")
-            present = rows[state.locations[column][rows] > 0]
-            if present.size:
-                raise DockError(f"put: row {present[0]} of iteration {iteration} has column '{column}' already")
+        self._iteration(iteration).check_put(iteration, rows, columns)
 
     def must_wait(self, iteration: int) -> bool:
         """Back-pressure: a put for this iteration has to wait until memory is freed (see `DockSpec.max_bytes`)."""
         limit = self.spec.max_bytes
         return limit is not None and self.live_bytes > limit and iteration != self.oldest
 
-    def put(self, iteration: int, rows: np.ndarray, columns: Sequence[str], payload: Any, nbytes: int) -> None:
-        """Register a payload that holds `columns` of `rows`, in that order of rows; `payload` is its address."""
+    def put(
+        self,
+        iteration: int,
+        rows: np.ndarray,
+        columns: Sequence[str],
+        payload: Any,
+        nbytes: int,
+        lengths: Mapping[str, np.ndarray] | None = None,
+        holder: str | None = None,
+    ) -> int:
+        """Register a payload that holds `columns` of `rows`, in that order of rows; `payload` is its address.
+
+        lengths: of the rows, for columns that a consumer is balanced by.
+        holder: process that keeps the payload. Returns the payload's number.
+        """
         self.check_put(iteration, rows, columns)
-        state = self._iteration(iteration)
-        payload_id, self._next_payload = self._next_payload, self._next_payload + 1
-        state.payloads[payload_id] = payload
-        state.bytes += nbytes
+        number, self._next_payload = self._next_payload, self._next_payload + 1
+        self._payloads[number] = _Payload(payload, nbytes, holder)
+        self.live_bytes += nbytes
         self.bytes_put += nbytes
-        locations = (payload_id << 32) + np.arange(len(rows), dtype=np.int64)
-        for column in columns:
-            state.locations[column][rows] = locations
-        for name, progress in state.progress.items():
-            values = sum(column in progress.spec.needs for column in columns)
-            if values and progress.arrived(rows, values):
-                self._woken[iteration, name] = None
+        for name in self._iteration(iteration).place(rows, columns, number, lengths or {}):
+            self._woken[iteration, name] = None
+        return number
 
     # --- rows out
 
-    def claim(self, consumer: str, iteration: int, count: int, share: int = 0) -> Claim | NotYet | None:
-        """See `TransferDock.try_claim`."""
+    def claim(
+        self,
+        consumer: str,
+        iteration: int,
+        count: int,
+        share: int = 0,
+        version: int | None = None,
+        holder: str | None = None,
+    ) -> Claim | NotYet | None:
+        """See `TransferDock.try_claim`. `holder`: process that claims, and that will call `renew`."""
         self.expire()
         state = self._iteration(iteration)
         progress = self._progress(state, consumer, count, share)
+        self._check_version(progress, iteration, version)
         units = progress.take(share, count)
         if not units:
-            return None if progress.finished(share) else NOT_YET
+            if progress.finished(share):
+                return None
+            state.check_not_lost(iteration, consumer)
+            return NOT_YET
         lease, self._next_lease = self._next_lease, self._next_lease + 1
-        expires = self._clock() + self.spec.lease_seconds
-        self._leases[lease] = _Lease(iteration, consumer, share, units, expires)
-        self._expiries.append(lease)
+        now = self._clock()
+        self._leases[lease] = Lease(iteration, consumer, share, units, holder, now)
+        heapq.heappush(self._expiries, (now + self.spec.lease_seconds, lease))
+        if state.close_if_enough():
+            self._woken[iteration, consumer] = None
         rows = progress.rows_of(units)
-        needs = progress.spec.needs
-        locations = np.stack([state.locations[column][rows] for column in needs])
+        columns = progress.spec.reads
+        locations = np.stack([state.locations[column][rows] for column in columns])
+        last = (
+            state.selection.is_last(rows // state.begin.n_samples) if state.selection else np.zeros(len(rows), bool)
+        )
         return Claim(
             consumer=consumer,
             iteration=iteration,
             share=share,
             lease=lease,
             rows=tuple(rows.tolist()),
-            columns=needs,
+            columns=columns,
             locations=locations,
-            payloads={key: state.payloads[key] for key in np.unique(locations >> 32).tolist()},
+            payloads={key: self._payloads[key].address for key in np.unique(locations >> 32).tolist() if key},
             oldest_iteration=self.oldest,
+            last=tuple(last.tolist()),
         )
 
-    def ack(self, iteration: int, lease: int) -> None:
-        """See `TransferDock.ack`."""
-        held = self._end_lease(iteration, lease)
-        self._iterations[iteration].progress[held.consumer].acknowledged(held.share, held.units)
+    def _check_version(self, progress: Progress, iteration: int, version: int | None) -> None:
+        limit = progress.spec.max_staleness
+        if limit is None:
+            return
+        if version is None:
+            raise DockError(f"consumer '{progress.name}' must state its policy version")
+        if iteration - version > limit:
+            raise DockError(
+                f"consumer '{progress.name}' has policy version {version}: for iteration {iteration} it must be at "
+                f"least {iteration - limit} (max_staleness = {limit})"
+            )
+
+    def ack(self, iteration: int, lease: int, rows: np.ndarray | None = None) -> None:
+        """See `TransferDock.ack`; what it puts is put before, by `put`, after `check_ack`."""
+        held, units = self.check_ack(iteration, lease, rows)
+        held.units = [unit for unit in held.units if unit not in units]
+        if not held.units:
+            del self._leases[lease]
+        self._iterations[iteration].progress[held.consumer].acknowledged(held.share, sorted(units))
+        self._woken[iteration, held.consumer] = None
+
+    def check_ack(self, iteration: int, lease: int, rows: np.ndarray | None) -> tuple[Lease, set[int]]:
+        """The lease and the units of it that these rows (None: all) are; `DockError` unless it is held."""
+        held = self._held(iteration, lease)
+        if rows is None:
+            return held, set(held.units)
+        progress = self._iterations[iteration].progress[held.consumer]
+        foreign = np.setdiff1d(rows, progress.rows_of(held.units))
+        if foreign.size:
+            raise DockError(f"ack: row {foreign[0]} of iteration {iteration} is not held under lease {lease}")
+        units = set(progress.units_of(rows).tolist())
+        if len(units) * progress.unit_rows != len(rows):
+            raise DockError(f"ack: consumer '{held.consumer}' takes whole groups of {progress.unit_rows} rows")
+        return held, units
 
     def release(self, iteration: int, lease: int) -> None:
         """See `TransferDock.release`."""
-        self._give_back(self._end_lease(iteration, lease))
+        self._give_back(self._held(iteration, lease))
+        del self._leases[lease]
+
+    def lose(self, payloads: Sequence[int]) -> dict[int, dict[str, list[int]]]:
+        """Payloads are gone with the process that held them: see `TransferDock.report_lost`."""
+        known = [number for number in payloads if number in self._payloads]
+        redone: dict[int, dict[str, list[int]]] = {}
+        for number, state in self._iterations.items():
+            here = state.payloads & set(known)
+            if here:
+                leases = {key: lease for key, lease in self._leases.items() if lease.iteration == number}
+                redone[number], ended = state.lose(here, leases)
+                for lease in ended:
+                    del self._leases[lease]
+                self.rows_redone += sum(len(rows) for rows in redone[number].values())
+                for name in self.spec.consumers:
+                    self._woken[number, name] = None
+        for payload in known:
+            self.live_bytes -= self._payloads.pop(payload).nbytes
+        return redone
+
+    def renew(self, holder: str) -> None:
+        """A process that holds leases lives."""
+        self._seen[holder] = self._clock()
 
     def expire(self) -> None:
         """Take back rows whose lease has run out. All operations that look at leases do so first."""
         now = self._clock()
         while (expires := self.next_expiry()) is not None and expires <= now:
-            self._give_back(self._leases.pop(self._expiries.popleft()))
+            lease = self._leases.pop(heapq.heappop(self._expiries)[1])
+            self._give_back(lease)
 
     def next_expiry(self) -> float | None:
-        """Clock time at which the first lease runs out."""
-        while self._expiries and self._expiries[0] not in self._leases:
-            self._expiries.popleft()
-        return self._leases[self._expiries[0]].expires if self._expiries else None
+        """Clock time at which the first lease runs out, as far as is known now."""
+        while self._expiries:
+            expires, number = self._expiries[0]
+            lease = self._leases.get(number)
+            if lease is None:
+                heapq.heappop(self._expiries)
+                continue
+            renewed = max(lease.since, self._seen.get(lease.holder or "", 0.0)) + self.spec.lease_seconds
+            if renewed <= expires:
+                return expires
+            heapq.heapreplace(self._expiries, (renewed, number))
+        return None
 
     def take_woken(self) -> list[tuple[int, str]]:
         """(iteration, consumer) pairs whose waiting claims may succeed, end or fail since the last call."""
@@ -254,69 +337,53 @@ class DockTable:
         return {
             "rows": {iteration: state.rows for iteration, state in self._iterations.items()},
             "rows_out": sum(len(lease.units) * self._unit_rows(lease) for lease in self._leases.values()),
+            "rows_redone": self.rows_redone,
             "bytes": self.live_bytes,
             "bytes_put": self.bytes_put,
             "wait_seconds": dict(self.wait_seconds),
         }
 
-    @property
-    def live_bytes(self) -> int:
-        """Payload bytes of all live iterations."""
-        return sum(state.bytes for state in self._iterations.values())
-
     # --- snapshots
 
     def snapshot(self) -> tuple[dict[str, Any], dict[int, Any]]:
         """Plain state, and the addresses of all payloads by id."""
-        iterations = {
-            number: {
-                "begin": (state.num_prompts, state.n_samples, state.block_rows, state.orders),
-                "locations": {name: values.copy() for name, values in state.locations.items()},
-                "acked_by": {name: progress.acked_by.copy() for name, progress in state.progress.items()},
-                "payloads": list(state.payloads),
-                "bytes": state.bytes,
-            }
-            for number, state in self._iterations.items()
-        }
-        shape = (self.spec.columns, self.spec.consumers, self.spec.guarantee_order)
         state = {
-            "shape": shape,
-            "iterations": iterations,
+            "shape": self._shape,
+            "iterations": {number: iteration.state() for number, iteration in self._iterations.items()},
             "cleared": sorted(self._cleared),
             "next_payload": self._next_payload,
+            "nbytes": {number: payload.nbytes for number, payload in self._payloads.items()},
             "bytes_put": self.bytes_put,
         }
-        return state, {key: value for item in self._iterations.values() for key, value in item.payloads.items()}
+        return state, {number: payload.address for number, payload in self._payloads.items()}
 
-    def restore(self, state: Mapping[str, Any], payloads: Mapping[int, Any]) -> None:
-        """Take over a snapshot's state, with the new addresses of its payloads."""
+    @property
+    def _shape(self) -> tuple[Any, ...]:
+        return self.spec.columns, self.spec.consumers, self.spec.guarantee_order
+
+    def restore(self, state: Mapping[str, Any], payloads: Mapping[int, Any], holder: str | None = None) -> None:
+        """Take over a snapshot's state, with the new addresses of its payloads, all of which `holder` keeps."""
         if self._iterations:
             raise DockError(f"restore: the dock holds iterations {list(self._iterations)}; it must be empty")
-        if state["shape"] != (self.spec.columns, self.spec.consumers, self.spec.guarantee_order):
+        if state["shape"] != self._shape:
             raise DockError("restore: the snapshot is of a dock with other columns, consumers or order guarantee")
-        restored: dict[int, _Iteration] = {}
-        for number, saved in state["iterations"].items():
-            iteration = restored[number] = _Iteration(self.spec, *saved["begin"])
-            for name, values in saved["locations"].items():
-                iteration.locations[name][:] = values
-            for name, progress in iteration.progress.items():
-                needed = np.stack([iteration.locations[column] for column in progress.spec.needs])
-                progress.rebuild(needed, saved["acked_by"][name])
-            iteration.payloads = {key: payloads[key] for key in saved["payloads"]}
-            iteration.bytes = saved["bytes"]
-        self._iterations = restored
+        self._iterations = {
+            number: Iteration.restored(self.spec, saved) for number, saved in state["iterations"].items()
+        }
+        self._payloads = {key: _Payload(payloads[key], nbytes, holder) for key, nbytes in state["nbytes"].items()}
+        self.live_bytes = sum(payload.nbytes for payload in self._payloads.values())
         self._cleared = set(state["cleared"])
         self._next_payload = state["next_payload"]
         self.bytes_put = state["bytes_put"]
 
     # --- helpers
 
-    def _iteration(self, iteration: int) -> _Iteration:
+    def _iteration(self, iteration: int) -> Iteration:
         if iteration in self._iterations:
             return self._iterations[iteration]
         raise self.not_alive(iteration)
 
-    def _progress(self, state: _Iteration, consumer: str, count: int, share: int) -> Progress:
+    def _progress(self, state: Iteration, consumer: str, count: int, share: int) -> Progress:
         if consumer not in state.progress:
             raise DockError(f"unknown consumer '{consumer}'; there are {list(state.progress)}")
         progress = state.progress[consumer]
@@ -327,26 +394,24 @@ class DockTable:
             raise DockError(f"consumer '{consumer}' asked for count = {count} rows: expected {expected}")
         return progress
 
-    def _end_lease(self, iteration: int, lease: int) -> _Lease:
+    def _held(self, iteration: int, lease: int) -> Lease:
         self._iteration(iteration)
         self.expire()
         if lease not in self._leases:
             raise DockError(
-                f"lease {lease} of iteration {iteration} is not held: it was acknowledged or released, or it expired "
-                f"after {self.spec.lease_seconds} s and its rows were given back"
+                f"lease {lease} of iteration {iteration} is not held: it was acknowledged or released, or its rows "
+                f"were given back: after {self.spec.lease_seconds} s without a sign of life, or as values were lost"
             )
-        held = self._leases.pop(lease)
-        self._woken[held.iteration, held.consumer] = None
-        return held
+        return self._leases[lease]
 
-    def _give_back(self, lease: _Lease) -> None:
+    def _give_back(self, lease: Lease) -> None:
         self._iterations[lease.iteration].progress[lease.consumer].queue.give_back(lease.share, lease.units)
         self._woken[lease.iteration, lease.consumer] = None
 
-    def _unit_rows(self, lease: _Lease) -> int:
+    def _unit_rows(self, lease: Lease) -> int:
         return self._iterations[lease.iteration].progress[lease.consumer].unit_rows
 
-    def _rows_out(self, lease: _Lease, consumer: str, iteration: int, share: int) -> list[int]:
+    def _rows_out(self, lease: Lease, consumer: str, iteration: int, share: int) -> list[int]:
         if (lease.iteration, lease.consumer, lease.share) != (iteration, consumer, share):
             return []
         return self._iterations[iteration].progress[consumer].rows_of(lease.units).tolist()

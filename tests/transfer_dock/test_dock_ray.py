@@ -10,7 +10,7 @@ import pytest
 import ray
 import torch
 
-from mindspeed_rl.common.errors import DockError, DockTimeout
+from mindspeed_rl.common.errors import DockError, DockTimeout, RowsLost
 from mindspeed_rl.transfer_dock.ray_dock import RayTransferDock
 from mindspeed_rl.transfer_dock.spec import ColumnSpec, ConsumerSpec, DockSpec
 
@@ -27,8 +27,9 @@ def cluster():
 
 
 def make_dock(**limits):
-    spec = DockSpec({"tokens": ColumnSpec("int64")}, {"train": ConsumerSpec(("tokens",))}, True, **limits)
-    return RayTransferDock.create(spec, num_cpus=0)
+    columns = {"seed": ColumnSpec("int64", "scalar"), "tokens": ColumnSpec("int64")}
+    consumers = {"make": ConsumerSpec(("seed",), puts=("tokens",)), "train": ConsumerSpec(("tokens",))}
+    return RayTransferDock.create(DockSpec(columns, consumers, **limits), num_cpus=0)
 
 
 def private_bytes(pid):
@@ -58,9 +59,26 @@ class Worker:
         sums = [int(values.sum()) for values in self.kept]
         return sums, private_bytes(os.getpid()) - before
 
-    def claim_and_hang(self):
-        self.dock.claim("train", 0, 1)
-        time.sleep(600)
+    def claim_and_hang(self, seconds=600):
+        claim = self.dock.claim("train", 0, 1)
+        time.sleep(seconds)
+        self.dock.ack(claim)
+
+    def make(self, count):
+        """As a stage: claims rows and hands in results."""
+        claim = self.dock.claim("make", 0, count)
+        seeds = self.dock.get(claim, ["seed"])["seed"].tolist()
+        self.dock.ack(claim, {"tokens": [torch.arange(1000) * seed for seed in seeds]})
+        return claim.rows
+
+    def put_seed(self):
+        self.dock.put(0, [0], {"seed": [3]})
+
+    def look(self):
+        return self.dock.stats()
+
+    def kept_payloads(self):
+        return len(self.dock._client._kept)
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/smaps_rollup"), reason="reads memory use from /proc")
@@ -85,13 +103,24 @@ def test_rows_of_a_killed_consumer_come_back():
     consumer = Worker.remote(dock)
     pid = ray.get(consumer.pid.remote())
     consumer.claim_and_hang.remote()
-    while ray.get(dock._controller.stats.remote())["rows_out"] == 0:
+    while dock.stats()["rows_out"] == 0:
         time.sleep(0.05)
     os.kill(pid, signal.SIGKILL)
     claim = dock.claim("train", 0, 1, timeout=20)
     assert claim.rows == (0,)
     dock.ack(claim)
     assert dock.claim("train", 0, 1) is None
+
+
+def test_a_living_process_keeps_its_rows_however_long_it_takes():
+    dock = make_dock(lease_seconds=1.0)
+    dock.begin(0, 1, 1, 1)
+    dock.put(0, [0], {"tokens": [torch.arange(3)]})
+    slow = Worker.remote(dock).claim_and_hang.remote(4)
+    while dock.stats()["rows_out"] == 0:
+        time.sleep(0.05)
+    assert dock.claim("train", 0, 1, timeout=20) is None
+    ray.get(slow)
 
 
 def get_until_lost(dock, claim):
@@ -102,15 +131,60 @@ def get_until_lost(dock, claim):
         time.sleep(0.1)
 
 
-def test_payloads_of_a_dead_producer_are_reported_lost():
+def test_what_a_dead_process_made_is_made_again():
+    dock = make_dock()
+    dock.begin(0, 4, 1, 4)
+    dock.put(0, range(4), {"seed": [5, 6, 7, 8]})
+    first, second = Worker.remote(dock), Worker.remote(dock)
+    assert ray.get(first.make.remote(2)) == (0, 1)
+    assert ray.get(second.make.remote(2)) == (2, 3)
+    done = dock.claim("train", 0, 1)
+    dock.get(done, ["tokens"])
+    dock.ack(done)
+    os.kill(ray.get(first.pid.remote()), signal.SIGKILL)
+    claim = dock.claim("train", 0, 3)
+    with pytest.raises(RowsLost, match="rows of iteration 0 .* made again: 'make' of iteration 0: rows 1$"):
+        get_until_lost(dock, claim)
+    with pytest.raises(DockError, match="is not held"):
+        dock.ack(claim)
+    assert dock.stats()["rows_redone"] == 1, "row 0 was trained on and is needed no more"
+    assert ray.get(second.make.remote(4)) == (1,)
+    claim = dock.claim("train", 0, 3)
+    assert claim.rows == (1, 2, 3)
+    assert [values[1].item() for values in dock.get(claim, ["tokens"])["tokens"]] == [6, 7, 8]
+    dock.ack(claim)
+    assert dock.claim("train", 0, 1) is None
+
+
+def test_what_nobody_makes_is_reported_lost_by_name():
     dock = make_dock()
     dock.begin(0, 1, 1, 1)
     producer = Worker.remote(dock)
-    ray.get(producer.put.remote([0], 1000))
+    ray.get(producer.put_seed.remote())
     os.kill(ray.get(producer.pid.remote()), signal.SIGKILL)
-    claim = dock.claim("train", 0, 1)
-    with pytest.raises(DockError, match=r"rows \[0\].* are gone.*the process that put them died"):
-        get_until_lost(dock, claim)
+    claim = dock.claim("make", 0, 1)
+    with pytest.raises(RowsLost, match="made again: nothing"):
+        for _ in range(200):
+            dock.get(claim, ["seed"])
+            dock._reader.forget(lambda _: True)
+            time.sleep(0.1)
+    for ask in (dock.claim, dock.try_claim):
+        with pytest.raises(DockError, match=r"'seed' of 1 rows \(0\) of iteration 0 is lost .* put it again"):
+            ask("make", 0, 1)
+    dock.put(0, [0], {"seed": [3]})
+    assert dock.get(dock.claim("make", 0, 1), ["seed"])["seed"].tolist() == [3]
+
+
+def test_a_producer_frees_what_it_kept_when_an_iteration_is_cleared():
+    dock = make_dock()
+    producer = Worker.remote(dock)
+    for iteration in range(2):
+        dock.begin(iteration, 2, 1, 2)
+    ray.get(producer.put.remote([0, 1], 1000))
+    assert ray.get(producer.kept_payloads.remote()) == 1
+    dock.clear(0)
+    ray.get(producer.look.remote())
+    assert ray.get(producer.kept_payloads.remote()) == 0
 
 
 def test_a_dead_controller_is_reported_and_its_snapshot_goes_on():

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from mindspeed_rl.common.errors import DockError
-from mindspeed_rl.transfer_dock.queues import split_shares
+from mindspeed_rl.transfer_dock.queues import owners
 from mindspeed_rl.transfer_dock.spec import NOT_YET, ColumnSpec, ConsumerSpec, DockSpec
 from mindspeed_rl.transfer_dock.table import DockTable, as_rows
 
@@ -234,7 +234,8 @@ TestDockMachine.settings = settings(
 
 @pytest.mark.parametrize(("units", "block", "shares"), [(1, 1, 1), (12, 4, 2), (13, 5, 3), (7, 7, 9), (100, 9, 4)])
 def test_shares_are_contiguous_parts_of_every_block_and_cover_all(units, block, shares):
-    parts = split_shares(units, block, shares)
+    owner = owners(units, block, shares)
+    parts = [np.flatnonzero(owner == share) for share in range(shares)]
     assert sorted(np.concatenate(parts).tolist()) == list(range(units))
     for start in range(0, units, block):
         rows = list(range(start, min(start + block, units)))

@@ -1,0 +1,340 @@
+"""One iteration of a dock: where every value is, how far each consumer got, and what has to be done again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from mindspeed_rl.common.errors import DockError
+from mindspeed_rl.transfer_dock.progress import Progress
+from mindspeed_rl.transfer_dock.selection import SelectionState
+from mindspeed_rl.transfer_dock.spec import DockSpec, Selection
+
+
+@dataclass
+class Lease:
+    """Units that a consumer holds."""
+
+    iteration: int
+    consumer: str
+    share: int
+    units: list[int]
+    holder: str | None  # process that holds them, if it gives signs of life
+    since: float
+
+
+@dataclass(frozen=True)
+class Begin:
+    """Arguments with which an iteration was begun."""
+
+    num_prompts: int
+    n_samples: int
+    block_rows: int
+    orders: Mapping[str, Sequence[int]]
+    selection: Selection | None = None
+
+
+class Iteration:
+    """Rows of one iteration. `ages`: [prompts] iterations that each group was part of before (with a selection)."""
+
+    def __init__(self, spec: DockSpec, begin: Begin, ages: np.ndarray | None = None):
+        for name in ("num_prompts", "n_samples", "block_rows"):
+            if getattr(begin, name) < 1:
+                raise DockError(f"{name} = {getattr(begin, name)}: expected at least 1")
+        unknown = [name for name in begin.orders if name not in spec.consumers]
+        if unknown:
+            raise DockError(f"orders for unknown consumers {unknown}; there are {list(spec.consumers)}")
+        self.spec, self.begin = spec, begin
+        self.rows = begin.num_prompts * begin.n_samples
+        # payload id << 32 | index in the payload; 0: absent (payload ids start at 1)
+        self.locations = {name: np.zeros(self.rows, np.int64) for name in spec.columns}
+        self.lengths = {column: np.zeros(self.rows, np.int32) for column in spec.balancing}
+        self.selection: SelectionState | None = None
+        if begin.selection is not None:
+            ages = np.zeros(begin.num_prompts, np.int32) if ages is None else ages
+            self.selection = SelectionState(begin.selection, ages, spec.guarantee_order)
+        self.progress = {name: self._new_progress(name) for name in spec.consumers}
+        self.generated = [c for consumer in spec.consumers.values() if consumer.all_prompts for c in consumer.puts]
+        self._lacking = self._count_lacking()  # [prompts] generated values that each group lacks
+        self.payloads: set[int] = set()
+        self.lost: dict[str, np.ndarray] = {}  # column that no consumer puts -> rows whose value is lost
+
+    def _new_progress(self, name: str) -> Progress:
+        consumer, begin = self.spec.consumers[name], self.begin
+        selected = None
+        if self.selection is not None and not consumer.all_prompts:
+            selected = self.selection.spec.prompts * begin.n_samples
+
+        def deal_out(rows: np.ndarray) -> Sequence[Sequence[int]]:
+            assert self.spec.partition is not None
+            lengths = sum(self.lengths[column][rows].astype(np.int64) for column in consumer.balance)
+            parts = self.spec.partition(np.asarray(lengths), consumer.shares)
+            whole = sorted(index for part in parts for index in part) == list(range(len(rows)))
+            if not whole or len({len(part) for part in parts}) > 1 or len(parts) != consumer.shares:
+                raise DockError(f"the partition for '{name}' is not one of {len(rows)} rows into equally many")
+            return [sorted(part) for part in parts]
+
+        return Progress(
+            name,
+            consumer,
+            self.rows,
+            begin.n_samples,
+            begin.block_rows,
+            begin.orders.get(name),
+            self.spec.guarantee_order,
+            selected,
+            deal_out if consumer.balance else None,
+        )
+
+    # --- values
+
+    def check_put(self, number: int, rows: np.ndarray, columns: Iterable[str]) -> None:
+        """Raise `DockError` if values of these rows and columns would be refused; `number`: of the iteration."""
+        outside = rows[(rows < 0) | (rows >= self.rows)]
+        if outside.size:
+            raise DockError(f"put: row {outside[0]} is outside iteration {number}, which has {self.rows} rows")
+        for column in columns:
+            if column not in self.locations:
+                raise DockError(f"put: unknown column '{column}'; there are {list(self.locations)}")
+            present = rows[self.locations[column][rows] > 0]
+            if present.size and not self.spec.columns[column].replaceable:
+                raise DockError(f"put: row {present[0]} of iteration {number} has column '{column}' already")
+
+    def place(
+        self, rows: np.ndarray, columns: Sequence[str], payload: int, lengths: Mapping[str, np.ndarray]
+    ) -> list[str]:
+        """Values of `columns` for `rows` are in `payload`, in that order; returns consumers that may go on."""
+        self.payloads.add(payload)
+        locations = (payload << 32) + np.arange(len(rows), dtype=np.int64)
+        for column in columns:
+            self.locations[column][rows] = locations
+            if column in self.lengths:
+                self.lengths[column][rows] = lengths[column]
+            if column in self.lost:
+                self.lost[column] = np.setdiff1d(self.lost[column], rows)
+        woken = []
+        for name, progress in self.progress.items():
+            values = sum(column in progress.spec.needs for column in columns)
+            if values and progress.arrived(rows, values):
+                woken.append(name)
+        if self.selection is not None and any(column in self.generated for column in columns):
+            prompts = rows // self.begin.n_samples
+            np.subtract.at(self._lacking, prompts, sum(column in self.generated for column in columns))
+            woken += self._select(np.unique(prompts))
+        return woken
+
+    def _select(self, prompts: np.ndarray) -> list[str]:
+        """See which of these groups are complete now, and what follows from that."""
+        assert self.selection is not None
+        complete = prompts[(self._lacking[prompts] == 0) & ~self.selection.complete[prompts]]
+        if not complete.size:
+            return []
+        selected = self.selection.completed(complete.tolist())
+        if selected:
+            rows = (np.array(selected)[:, None] * self.begin.n_samples + np.arange(self.begin.n_samples)).ravel()
+            for progress in self.progress.values():
+                if not progress.spec.all_prompts:
+                    present = np.stack([self.locations[column][rows] > 0 for column in progress.spec.needs])
+                    progress.bind(rows, present.sum(axis=0, dtype=np.int32))
+        return list(self.progress) if self.close_if_enough() or selected else []
+
+    def close_if_enough(self) -> bool:
+        """With a selection: stop handing rows out for generation once enough is complete. True if that is so."""
+        if self.selection is None:
+            return False
+        enough = self.selection.is_enough and not self._lacking[self.selection.selected].any()
+        for progress in self.progress.values():
+            if progress.spec.all_prompts:
+                # groups in their last iteration can only be ended by those who generate them
+                held = not any(progress.queue.remaining(share) for share in range(progress.spec.shares))
+                progress.closed = enough and (self.selection.is_over or held)
+        return enough
+
+    def _count_lacking(self) -> np.ndarray:
+        absent = np.zeros(self.rows, np.int64)
+        for column in self.generated:
+            absent += self.locations[column] == 0
+        return absent.reshape(-1, self.begin.n_samples).sum(axis=1)
+
+    def carry_from(self, former: Iteration) -> int:
+        """Take over what a former iteration has not selected, as first prompts; returns how many those are."""
+        assert former.selection is not None
+        ours, theirs = self.begin.n_samples, former.begin.n_samples
+        if ours != theirs:
+            raise DockError(f"n_samples = {ours}: groups of {theirs} are carried over")
+        if not former.selection.is_over:
+            raise DockError("an iteration's groups are carried over only when its selection is complete")
+        prompts = former.selection.left()
+        if len(prompts) > self.begin.num_prompts:
+            raise DockError(f"num_prompts = {self.begin.num_prompts}: {len(prompts)} groups are carried over")
+        group = np.arange(self.begin.n_samples)
+        rows = (np.array(prompts, np.int64)[:, None] * self.begin.n_samples + group).ravel()
+        for name, values in former.locations.items():
+            self.locations[name][: len(rows)] = values[rows]
+        for name, numbers in former.lengths.items():
+            self.lengths[name][: len(rows)] = numbers[rows]
+        ids = {int(key) for values in self.locations.values() for key in np.unique(values[: len(rows)] >> 32)}
+        self.payloads |= ids - {0}
+        for name, progress in self.progress.items():
+            state = progress.state()
+            if progress.spec.all_prompts:  # rows that are complete need no more of it
+                done = np.stack([self.locations[column] > 0 for column in progress.spec.puts]).min(axis=0)
+                state["acked_by"] = self._done_by_owner(progress, done)
+            self._rebuild(name, state, {})
+        self._lacking = self._count_lacking()
+        self._select(np.arange(len(prompts)))
+        return len(prompts)
+
+    def _done_by_owner(self, progress: Progress, done: np.ndarray) -> np.ndarray:
+        """`acked_by` of a fresh consumer for which the rows `done` need no work: whole units only."""
+        by_unit = done[progress.rows_of(np.arange(len(progress.missing)))].reshape(-1, progress.unit_rows)
+        units = np.flatnonzero(by_unit.all(axis=1))
+        acked_by = np.zeros_like(progress.acked_by)
+        acked_by[units] = progress.owner[units] + 1
+        return acked_by
+
+    def _rebuild(self, name: str, state: dict[str, Any], out: dict[int, list[int]]) -> None:
+        progress = self.progress[name]
+        needed = np.stack([self.locations[column] for column in progress.spec.needs])
+        self.progress[name] = progress.rebuild(state, needed, out)
+
+    # --- losses
+
+    def lose(self, payloads: Iterable[int], leases: Mapping[int, Lease]) -> tuple[dict[str, list[int]], list[int]]:
+        """The values in these payloads are gone.
+
+        What some consumer still needs is made again: its maker gets the rows back, and so does every consumer that
+        has already worked with the old values. Rows that every final consumer has acknowledged need nothing any more.
+        Values that no consumer makes are named in `lost`.
+
+        Args:
+            payloads: their ids.
+            leases: this iteration's leases by number.
+
+        Returns:
+            Rows handed out again by consumer, and the leases that end because their rows are among these.
+        """
+        missing = list(payloads)
+        dead = {name: np.isin(values >> 32, missing) for name, values in self.locations.items()}
+        self.payloads -= set(missing)
+        redo = self._redo(dead)
+        for name, rows in dead.items():
+            maker = self._maker(name)
+            gone = rows | redo[maker] if maker is not None else rows
+            self.locations[name][gone] = 0
+            if maker is None and not self.spec.columns[name].replaceable:
+                readers = [p for p in self.progress.values() if name in p.spec.needs]
+                wanted = np.any([rows & ~self._acked(p) | rows & redo[p.name] for p in readers], axis=0)
+                if np.any(wanted):
+                    self.lost[name] = np.union1d(self.lost.get(name, []), np.flatnonzero(wanted)).astype(np.int64)
+        ended = self._ended_leases(redo, dead, leases)
+        for name, progress in self.progress.items():
+            state = progress.state()
+            state["acked_by"][progress.units_of(np.flatnonzero(redo[name]))] = 0
+            out: dict[int, list[int]] = {}
+            for number, lease in leases.items():
+                if lease.consumer == name and number not in ended:
+                    out.setdefault(lease.share, []).extend(lease.units)
+            self._rebuild(name, state, out)
+        if self.selection is not None:
+            self._lacking = self._count_lacking()
+            self.selection.incomplete(np.flatnonzero(self._lacking).tolist())
+            self.close_if_enough()
+        return {name: np.flatnonzero(rows).tolist() for name, rows in redo.items() if rows.any()}, ended
+
+    def _redo(self, dead: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """Rows that each consumer must do again, [rows] bool."""
+        final = [p for p in self.progress.values() if not p.spec.puts]
+        over = np.all([self._acked(p) for p in final], axis=0) if final else np.zeros(self.rows, bool)
+        redo = {name: np.zeros(self.rows, bool) for name in self.progress}
+        while True:
+            before = sum(int(rows.sum()) for rows in redo.values())
+            for name, progress in self.progress.items():
+                if not progress.spec.puts:
+                    continue
+                for column in progress.spec.puts:  # what it made is gone, and somebody still needs it
+                    for reader in self.progress.values():
+                        if column in reader.spec.needs:
+                            redo[name] |= dead[column] & ~over & (~self._acked(reader) | redo[reader.name])
+                for column in progress.spec.needs:  # what it worked with is made again
+                    maker = self._maker(column)
+                    if maker is not None:
+                        redo[name] |= redo[maker] & ~over
+                redo[name] = self._whole_units(progress, redo[name])
+            if sum(int(rows.sum()) for rows in redo.values()) == before:
+                return redo
+
+    def _acked(self, progress: Progress) -> np.ndarray:
+        return progress.done_rows(self.rows)
+
+    def _maker(self, column: str) -> str | None:
+        return next((name for name, consumer in self.spec.consumers.items() if column in consumer.puts), None)
+
+    def _whole_units(self, progress: Progress, rows: np.ndarray) -> np.ndarray:
+        if progress.unit_rows == 1:
+            return rows
+        groups = rows.reshape(-1, progress.unit_rows).any(axis=1)
+        return np.repeat(groups, progress.unit_rows)
+
+    def _ended_leases(
+        self, redo: Mapping[str, np.ndarray], dead: Mapping[str, np.ndarray], leases: Mapping[int, Lease]
+    ) -> list[int]:
+        ended = []
+        for number, lease in leases.items():
+            progress = self.progress[lease.consumer]
+            rows = progress.rows_of(lease.units)
+            unreadable = any(dead[column][rows].any() for column in progress.spec.reads)
+            made_again = any(
+                redo[maker][rows].any()
+                for column in progress.spec.needs
+                if (maker := self._maker(column)) is not None
+            )
+            if unreadable or made_again or redo[lease.consumer][rows].any():
+                ended.append(number)
+        return ended
+
+    def check_not_lost(self, number: int, consumer: str) -> None:
+        """Raise `DockError` if rows can never become ready for a consumer because their values are lost."""
+        for column in self.spec.consumers[consumer].needs:
+            rows = self.lost.get(column, np.empty(0, np.int64))
+            if rows.size:
+                shown = ", ".join(map(str, rows[:4].tolist())) + (", …" if rows.size > 4 else "")
+                raise DockError(
+                    f"'{column}' of {rows.size} rows ({shown}) of iteration {number} is lost with the process that "
+                    f"put it, and no consumer makes it: put it again, or clear the iteration"
+                )
+
+    # --- snapshots
+
+    def state(self) -> dict[str, Any]:
+        """Plain state; rows under a lease count as not handed out."""
+        return {
+            "begin": self.begin,
+            "selection": None if self.selection is None else self.selection.state(),
+            "locations": {name: values.copy() for name, values in self.locations.items()},
+            "lengths": {name: values.copy() for name, values in self.lengths.items()},
+            "progress": {name: progress.state() for name, progress in self.progress.items()},
+            "payloads": sorted(self.payloads),
+            "lost": {name: rows.copy() for name, rows in self.lost.items()},
+        }
+
+    @classmethod
+    def restored(cls, spec: DockSpec, state: Mapping[str, Any]) -> Iteration:
+        """The iteration that `state` was taken from."""
+        chosen = state["selection"]
+        iteration = cls(spec, state["begin"], None if chosen is None else chosen["ages"])
+        if iteration.selection is not None:
+            iteration.selection.restore(chosen)
+        for target, values in (("locations", state["locations"]), ("lengths", state["lengths"])):
+            for name, array in values.items():
+                getattr(iteration, target)[name][:] = array
+        for name in iteration.progress:
+            iteration._rebuild(name, state["progress"][name], {})
+        iteration.payloads = set(state["payloads"])
+        iteration.lost = dict(state["lost"])
+        iteration._lacking = iteration._count_lacking()
+        iteration.close_if_enough()
+        return iteration

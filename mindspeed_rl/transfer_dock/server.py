@@ -1,0 +1,254 @@
+"""The controller's side of a dock: answers requests, one after the other, and lets claims and puts wait.
+
+Requests come over ZeroMQ, encrypted and authenticated (CurveZMQ): whoever holds the public key of the server may
+speak to it, and gets that key from Ray. A request takes a tenth of the time of a Ray actor call, which a stage would
+spend several times a micro-batch. One thread owns the table, so that every request is atomic. Nothing polls: the
+thread sleeps until a request comes or the first deadline passes.
+"""
+
+from __future__ import annotations
+
+import pickle
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import zmq
+
+from mindspeed_rl.common.errors import DockTimeout
+from mindspeed_rl.transfer_dock.spec import NOT_YET, DockSpec
+from mindspeed_rl.transfer_dock.table import DockTable
+
+
+@dataclass(frozen=True)
+class Sender:
+    """Who waits for an answer, and to which request."""
+
+    identity: bytes
+    number: int
+    holder: str
+
+
+@dataclass(frozen=True)
+class _Claim:
+    """A claim that waits."""
+
+    sender: Sender
+    consumer: str
+    iteration: int
+    count: int
+    share: int
+    version: int | None
+    since: float
+    deadline: float
+
+
+@dataclass(frozen=True)
+class _Put:
+    """A put that waits for memory."""
+
+    sender: Sender
+    arguments: tuple[Any, ...]
+    since: float
+    deadline: float
+
+
+_WAITS = object()  # returned by a handler that will answer later
+
+
+class DockServer:
+    """One dock. `port` and `public_key` tell clients how to reach it; `run` serves for ever."""
+
+    def __init__(self, spec: DockSpec):
+        self.spec = spec
+        self._table = DockTable(spec)
+        self._claims: dict[tuple[int, str], list[_Claim]] = {}
+        self._puts: list[_Put] = []
+        self._socket = zmq.Context().socket(zmq.ROUTER)
+        self.public_key, self._socket.curve_secretkey = zmq.curve_keypair()
+        self._socket.curve_server = True
+        self.port = self._socket.bind_to_random_port("tcp://*")
+
+    def run(self) -> None:
+        """Serve requests."""
+        while True:
+            if self._socket.poll(self._milliseconds_to_deadline()):
+                self._receive(*self._socket.recv_multipart())
+            self._table.expire()
+            self._wake()
+            self._time_out()
+
+    def _milliseconds_to_deadline(self) -> int | None:
+        deadlines = [claim.deadline for waiting in self._claims.values() for claim in waiting]
+        deadlines += [put.deadline for put in self._puts]
+        if self._claims and (expiry := self._table.next_expiry()) is not None:
+            deadlines.append(expiry)
+        return max(0, int(1000 * (min(deadlines) - time.monotonic())) + 1) if deadlines else None
+
+    def _receive(self, identity: bytes, message: bytes) -> None:
+        number, holder, method, arguments = pickle.loads(message)
+        sender = Sender(identity, number, holder)
+        try:
+            answer = getattr(self, f"do_{method}")(sender, *arguments)
+        except Exception as error:  # noqa: BLE001 - it is the caller's
+            self._answer(sender, error, ok=False)
+        else:
+            if answer is not _WAITS:
+                self._answer(sender, answer)
+
+    def _answer(self, sender: Sender, answer: Any, ok: bool = True) -> None:
+        freed = self._table.take_freed(sender.holder)
+        self._socket.send_multipart((sender.identity, pickle.dumps((sender.number, ok, answer, freed), protocol=5)))
+
+    # --- requests
+
+    def do_begin(self, sender: Sender, *arguments: Any) -> int:
+        """See `TransferDock.begin`."""
+        return self._table.begin(*arguments)
+
+    def do_put(
+        self,
+        sender: Sender,
+        iteration: int,
+        rows: np.ndarray,
+        columns: Sequence[str],
+        address: Any,
+        nbytes: int,
+        lengths: Mapping[str, np.ndarray],
+        lease: int | None,
+        timeout: float,
+    ) -> Any:
+        """Register a payload that the sender keeps, and with a lease acknowledge its rows; returns its number."""
+        if lease is not None:
+            self._table.check_ack(iteration, lease, rows)
+        self._table.check_put(iteration, rows, columns)
+        if self._table.must_wait(iteration):
+            arguments = (iteration, rows, columns, address, nbytes, lengths, lease, timeout)
+            now = time.monotonic()
+            self._puts.append(_Put(sender, arguments, now, now + timeout))
+            return _WAITS
+        number = self._table.put(iteration, rows, columns, address, nbytes, lengths, sender.holder)
+        if lease is not None:
+            self._table.ack(iteration, lease, rows)
+        return number
+
+    def do_claim(
+        self,
+        sender: Sender,
+        consumer: str,
+        iteration: int,
+        count: int,
+        share: int,
+        version: int | None,
+        timeout: float,
+    ) -> Any:
+        """See `TransferDock.claim`."""
+        claim = self.do_try_claim(sender, consumer, iteration, count, share, version)
+        if claim is not NOT_YET:
+            return claim
+        now = time.monotonic()
+        waiting = _Claim(sender, consumer, iteration, count, share, version, now, now + timeout)
+        self._claims.setdefault((iteration, consumer), []).append(waiting)
+        return _WAITS
+
+    def do_try_claim(
+        self, sender: Sender, consumer: str, iteration: int, count: int, share: int, version: int | None
+    ) -> Any:
+        """See `TransferDock.try_claim`."""
+        holder = sender.holder if self.spec.renew_leases else None
+        return self._table.claim(consumer, iteration, count, share, version, holder)
+
+    def do_ack(self, sender: Sender, iteration: int, lease: int, rows: np.ndarray | None) -> None:
+        """See `TransferDock.ack`."""
+        self._table.ack(iteration, lease, rows)
+
+    def do_release(self, sender: Sender, iteration: int, lease: int) -> None:
+        """See `TransferDock.release`."""
+        self._table.release(iteration, lease)
+
+    def do_lost(self, sender: Sender, iteration: int, payloads: Sequence[int]) -> dict[int, dict[str, list[int]]]:
+        """See `DockTable.lose`; `DockError` if the iteration is not alive."""
+        redone = self._table.lose(payloads)
+        self.do_check_alive(sender, iteration)
+        return redone
+
+    def do_renew(self, sender: Sender) -> None:
+        """A sign of life."""
+        self._table.renew(sender.holder)
+
+    def do_clear(self, sender: Sender, iteration: int) -> None:
+        """See `TransferDock.clear`."""
+        self._table.clear(iteration)
+        blocked, self._puts = self._puts, []
+        for put in blocked:
+            try:
+                answer = self.do_put(put.sender, *put.arguments)
+            except Exception as error:  # noqa: BLE001 - it is the caller's
+                self._answer(put.sender, error, ok=False)
+            else:
+                if answer is _WAITS:
+                    self._puts[-1] = put  # with the deadline it had
+                else:
+                    self._answer(put.sender, answer)
+
+    def do_check_alive(self, sender: Sender, iteration: int) -> None:
+        """Raise `DockError` for an iteration that is not alive."""
+        if not self._table.is_alive(iteration):
+            raise self._table.not_alive(iteration)
+
+    def do_snapshot(self, sender: Sender) -> tuple[dict[str, Any], dict[int, Any]]:
+        """State and payload addresses."""
+        return self._table.snapshot()
+
+    def do_restore(self, sender: Sender, state: Mapping[str, Any], addresses: Mapping[int, Any]) -> None:
+        """See `TransferDock.restore`; the payloads have been stored anew, by the sender."""
+        self._table.restore(state, addresses, sender.holder)
+
+    def do_stats(self, sender: Sender) -> dict[str, Any]:
+        """See `TransferDock.stats`."""
+        return self._table.stats()
+
+    # --- waits
+
+    def _wake(self) -> None:
+        """Try the waiting claims whose turn may have come."""
+        for key in self._table.take_woken():
+            still = [claim for claim in self._claims.pop(key, []) if not self._settle(claim)]
+            if still:
+                self._claims[key] = still
+
+    def _settle(self, waiting: _Claim) -> bool:
+        try:
+            claim = self.do_try_claim(
+                waiting.sender, waiting.consumer, waiting.iteration, waiting.count, waiting.share, waiting.version
+            )
+        except Exception as error:  # noqa: BLE001 - it is the caller's
+            self._end(waiting, error, ok=False)
+            return True
+        if claim is not NOT_YET:
+            self._end(waiting, claim)
+        return claim is not NOT_YET
+
+    def _end(self, waiting: _Claim, answer: Any, ok: bool = True) -> None:
+        self._table.wait_seconds[waiting.consumer] += time.monotonic() - waiting.since
+        self._answer(waiting.sender, answer, ok)
+
+    def _time_out(self) -> None:
+        now = time.monotonic()
+        for key, waiting in list(self._claims.items()):
+            late = [claim for claim in waiting if claim.deadline <= now]
+            for claim in late:
+                message = self._table.describe_wait(
+                    claim.consumer, claim.iteration, claim.count, claim.share, now - claim.since
+                )
+                self._end(claim, DockTimeout(message), ok=False)
+            if late:
+                self._claims[key] = [claim for claim in waiting if claim not in late]
+                if not self._claims[key]:
+                    del self._claims[key]
+        for put in [put for put in self._puts if put.deadline <= now]:
+            self._puts.remove(put)
+            message = self._table.describe_put_wait(put.arguments[0], put.arguments[4], now - put.since)
+            self._answer(put.sender, DockTimeout(message), ok=False)
