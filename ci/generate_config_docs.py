@@ -44,7 +44,8 @@ known but whose effect is not built yet is refused by name; no key is accepted a
 - `global_batch_size` and `mini_batch_size` count **prompts**. Each prompt gives `n_samples_per_prompt` sequences.
 - `micro_batch_size`, `actor_forward_micro_batch_size` and `ref_forward_micro_batch_size` count **sequences** on one
   data-parallel rank. They change speed and memory, never the result.
-- Lengths (`seq_length`, `max_prompt_length`, `max_tokens`, `max_model_len`) count tokens.
+- Lengths (`seq_length`, `max_prompt_length`, `max_tokens`, `max_model_len`) and `max_packing_token_size` count
+  tokens.
 - An iteration is: `global_batch_size` prompts generated, scored and trained on. It makes
   `global_batch_size / mini_batch_size x epochs` optimizer steps, and then the rollout weights are renewed.
 

@@ -90,6 +90,13 @@ def stage_parameters(model: ModelConfig, layout: Layout) -> int:
     return (layers + copies * embedding) // layout.tp
 
 
+def micro_batch_tokens(cfg: Config, layout: Layout) -> int:
+    """Most tokens of a micro-batch of the update: its cap, or a fixed number of sequences of full length."""
+    mini_batch = layout.sequences_per_mini_batch_per_rank * cfg.actor.seq_length
+    fixed = cfg.actor.micro_batch_size * cfg.actor.seq_length
+    return min(cfg.rl_config.max_packing_token_size or fixed, mini_batch)
+
+
 def activation_bytes(cfg: Config, model: ModelConfig, layout: Layout) -> int:
     """Activations kept for the backward pass on the first pipeline stage, for micro-batches of full length.
 
@@ -101,7 +108,6 @@ def activation_bytes(cfg: Config, model: ModelConfig, layout: Layout) -> int:
     The first of PP stages has up to PP micro-batches in flight.
     """
     actor, tp = cfg.actor, layout.tp
-    tokens = min(actor.micro_batch_size, layout.sequences_per_mini_batch_per_rank) * actor.seq_length
     replicated = tp if actor.sequence_parallel else 1
     hidden = model.hidden_size / replicated
     heads = (2 * model.num_attention_heads + 2 * model.num_query_groups) * model.kv_channels / tp
@@ -114,13 +120,14 @@ def activation_bytes(cfg: Config, model: ModelConfig, layout: Layout) -> int:
     else:
         whole = max(layers - group, 0)
         kept, redone = whole * layer + (layers - whole) * hidden, layer
-    in_flight = min(layout.pp, layout.micro_batches)
-    return int(tokens * (kept * in_flight + redone) * (2 if actor.bf16 else FLOAT32))
+    tokens = micro_batch_tokens(cfg, layout)
+    in_flight = min(layout.pp * tokens, layout.sequences_per_mini_batch_per_rank * actor.seq_length)
+    return int((in_flight * kept + tokens * redone) * (2 if actor.bf16 else FLOAT32))
 
 
 def logit_bytes(cfg: Config, model: ModelConfig, layout: Layout) -> int:
     """Logits of one micro-batch of full length in float32 and their gradient: 2 x 4 x tokens x V / TP."""
-    tokens = min(cfg.actor.micro_batch_size, layout.sequences_per_mini_batch_per_rank) * cfg.actor.seq_length
+    tokens = micro_batch_tokens(cfg, layout)
     return 2 * FLOAT32 * tokens * model.padded_vocab_size(layout.tp) // layout.tp
 
 

@@ -22,7 +22,7 @@ def print_report(cfg: Config, console: Console) -> None:
     layout = derive_layout(cfg)
     console.print(_parallel_table(cfg, layout))
     console.print(_rank_table(layout))
-    console.print(_batch_table(layout))
+    console.print(_batch_table(cfg, layout))
     try:
         console.print(_memory_table(cfg, resolve_model(cfg), layout))
     except ConfigError as error:  # model: auto, and the checkpoint is elsewhere
@@ -65,8 +65,9 @@ def _rank_table(layout: Layout) -> Table:
     return table
 
 
-def _batch_table(layout: Layout) -> Table:
+def _batch_table(cfg: Config, layout: Layout) -> Table:
     table = _table("One iteration, from prompts to micro-batches", "what", "value", "from")
+    cap = cfg.rl_config.max_packing_token_size
     rows = [
         ("prompts", layout.prompts_per_iteration, "global_batch_size"),
         ("sequences", layout.sequences_per_iteration, "prompts x n_samples_per_prompt"),
@@ -77,7 +78,9 @@ def _batch_table(layout: Layout) -> Table:
             layout.sequences_per_mini_batch_per_rank,
             "mini_batch_size x n_samples_per_prompt / DP",
         ),
-        ("micro-batches of a mini-batch per rank", layout.micro_batches, "those / micro_batch_size, rounded up"),
+        ("tokens of a micro-batch at most", cap, "max_packing_token_size")
+        if cap
+        else ("micro-batches of a mini-batch per rank", layout.micro_batches, "those / micro_batch_size, rounded up"),
         ("optimizer steps of the run", layout.total_optimizer_steps, "optimizer steps x train_iters"),
     ]
     for what, value, source in rows:

@@ -38,6 +38,8 @@ _TP, _PP = "actor.tensor_model_parallel_size", "actor.pipeline_model_parallel_si
 _INFER_TP = "generate_config.infer_tensor_parallel_size"
 _LONGEST_NAME = 200  # file systems end at 255 bytes
 _MAX_TOKENS = "generate_config.sampling_config.max_tokens"
+_DYNAMIC, _PACKING = "rl_config.use_dynamic_bsz", "rl_config.max_packing_token_size"
+_FORWARD_SIZES = tuple(f"rl_config.{model}_forward_micro_batch_size" for model in ("actor", "ref"))
 
 
 @dataclass(frozen=True)
@@ -244,6 +246,36 @@ def _fits(cfg: Config, limit_path: str, limit: int) -> Found:
             f"together {prompt + response}"
         )
         yield Violation(limit_path, limit, message, f"set it to {prompt + response}, or shorten the others")
+
+
+@_rule(_DYNAMIC, _PACKING, "rl_config.max_prompt_length", _MAX_TOKENS)
+def packing_size_is_given_and_used(cfg: Config) -> Found:
+    size = cfg.rl_config.max_packing_token_size
+    if cfg.rl_config.use_dynamic_bsz and size is None:
+        longest = cfg.rl_config.max_prompt_length + cfg.generate_config.sampling_config.max_tokens
+        message = "use_dynamic_bsz = True needs the most tokens of a micro-batch"
+        yield Violation(_PACKING, None, message, f"at least {longest}: the longest prompt and response")
+    elif size is not None and not cfg.rl_config.use_dynamic_bsz:
+        hint = "set use_dynamic_bsz: true, or remove it"
+        yield Violation(_PACKING, size, "is used with use_dynamic_bsz = True only, which is False", hint)
+
+
+@_rule(_PACKING, "rl_config.max_prompt_length", _MAX_TOKENS)
+def packing_size_holds_a_sequence(cfg: Config) -> Found:
+    if cfg.rl_config.max_packing_token_size is not None:
+        yield from _fits(cfg, _PACKING, cfg.rl_config.max_packing_token_size)
+
+
+@_rule(_DYNAMIC, "actor.micro_batch_size", *_FORWARD_SIZES)
+def micro_batch_sizes_are_used(cfg: Config) -> Found:
+    """With token-capped micro-batches nothing reads a number of sequences, so none may be set."""
+    for path in ("megatron_training.micro_batch_size", "actor_config.micro_batch_size", *_FORWARD_SIZES):
+        section, _, key = path.partition(".")
+        values = getattr(cfg, section)
+        if cfg.rl_config.use_dynamic_bsz and key in values.model_fields_set:
+            message = "has no effect: use_dynamic_bsz = True limits micro-batches by max_packing_token_size"
+            hint = f"remove it (on the command line: ~{path}), or set use_dynamic_bsz: false"
+            yield Violation(path, getattr(values, key), message, hint)
 
 
 @_rule("actor.seq_length", needs_model=True)

@@ -157,6 +157,17 @@ class RLConfig(Section):
     max_prompt_length: Count = Field(512, description="longer prompts are dropped, and counted")
     actor_forward_micro_batch_size: Count = Field(8, description="sequences a pass when computing old log-probs")
     ref_forward_micro_batch_size: Count = Field(8, description="sequences a pass when computing reference log-probs")
+    use_dynamic_bsz: Switch = Field(
+        False, description="micro-batches of as many sequences as max_packing_token_size holds, not of a fixed number"
+    )
+    max_packing_token_size: Count | None = Field(
+        None, description="with `use_dynamic_bsz`: most tokens, prompts and responses, of a micro-batch"
+    )
+    balance_batch: Switch = Field(
+        True,
+        description="share a mini-batch out over data-parallel ranks by the cost of its sequences; which sequences a "
+        "mini-batch holds never changes",
+    )
     # resources
     actor_resource: ResourceConfig = Field(ResourceConfig(), description="devices of actor, reference and rollout")
     num_cpus_for_local_task: NonNegative = Field(1.0, description="CPUs Ray reserves for each local (CPU) actor")

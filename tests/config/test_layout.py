@@ -164,6 +164,21 @@ def test_logits_are_counted_twice_in_float32():
     assert logit_bytes(cfg, model, layout) == 2 * 4 * (2 * 4096) * 152064 // 4
 
 
+def test_a_token_cap_limits_activations_and_logits():
+    def sizes(*overrides: str) -> tuple[int, int]:
+        loaded_run = loaded("grpo_trainer_qwen25_7b", *overrides)
+        return activation_bytes(*loaded_run), logit_bytes(*loaded_run)
+
+    forward = [f"~rl_config.{model}_forward_micro_batch_size" for model in ("actor", "ref")]
+    dynamic = ["rl_config.use_dynamic_bsz=true", "~actor_config.micro_batch_size", *forward]
+    fixed = sizes("actor_config.micro_batch_size=2")  # of 4,096 tokens each
+    assert sizes(*dynamic, "rl_config.max_packing_token_size=8192") == fixed
+    assert sizes(*dynamic, "rl_config.max_packing_token_size=4096")[1] * 2 == fixed[1]
+    # a mini-batch has 128 sequences on a rank: a larger cap changes nothing
+    most = sizes("actor_config.micro_batch_size=128")
+    assert sizes(*dynamic, "rl_config.max_packing_token_size=1000000") == most
+
+
 def test_pipeline_stages_share_layers_and_keep_embeddings_apart():
     _, model, layout = loaded("grpo_trainer_qwen25_7b", "actor_config.pipeline_model_parallel_size=2")
     embedding = 152064 * 3584

@@ -15,6 +15,15 @@ from mindspeed_rl.config.rules import RULES, check
 CONFIGS = Path(__file__).parents[2] / "configs"
 BASE = "grpo_trainer_qwen25_7b"  # 8 devices, TP 4, DP 2, rollout TP 4; 28 heads, 4 groups, 28 layers
 
+# micro-batches by tokens, and none of the sizes that the preset sets
+DYNAMIC = [
+    "rl_config.use_dynamic_bsz=true",
+    "rl_config.max_packing_token_size=8192",
+    "~actor_config.micro_batch_size",
+    "~rl_config.actor_forward_micro_batch_size",
+    "~rl_config.ref_forward_micro_batch_size",
+]
+
 # rule -> (overrides, key path, value, part of the message, part of the suggestion)
 EXAMPLES = {
     "required_paths": (
@@ -76,6 +85,18 @@ EXAMPLES = {
     "sequence_fits_training": (
         ["megatron_training.seq_length=4000"],
         "megatron_training.seq_length", 4000, "together 4096", "set it to 4096",
+    ),
+    "packing_size_is_given_and_used": (
+        ["rl_config.max_packing_token_size=8192"],
+        "rl_config.max_packing_token_size", 8192, "which is False", "use_dynamic_bsz: true",
+    ),
+    "packing_size_holds_a_sequence": (
+        [*DYNAMIC, "rl_config.max_packing_token_size=4095"],
+        "rl_config.max_packing_token_size", 4095, "together 4096", "set it to 4096",
+    ),
+    "micro_batch_sizes_are_used": (
+        [*DYNAMIC, "+rl_config.ref_forward_micro_batch_size=4"],
+        "rl_config.ref_forward_micro_batch_size", 4, "limits micro-batches", "~rl_config.ref_forward",
     ),
     "training_length_fits_model": (
         ["megatron_training.seq_length=40000"],
@@ -232,6 +253,8 @@ def test_rules_read_the_keys_they_declare():
         ["rl_config.shuffle_mini_batch=true", "rl_config.guarantee_order=true"],
         [f"run_name={'x' * 200}"],
         ["run_name=.hidden"],
+        DYNAMIC,
+        [*DYNAMIC, "rl_config.max_packing_token_size=4096"],
         ["rl_config.verifier_function=[acc,custom]", "+rl_config.custom_reward_function={path: reward.py}"],
     ],
     ids=lambda overrides: overrides[0],
@@ -257,6 +280,22 @@ def test_no_verifier_and_one_unlike_any_are_refused(names, path, message):
     found = violations_of(f"rl_config.verifier_function={names}", name=BASE)
     (violation,) = [v for v in found if v.path == path]
     assert message in str(violation)
+
+
+def test_token_capped_micro_batches_need_their_cap():
+    (violation,) = violations_of(*DYNAMIC, "rl_config.max_packing_token_size=null")
+    assert (violation.path, violation.value) == ("rl_config.max_packing_token_size", None)
+    assert violation.suggestion.startswith("at least 4096")
+
+
+def test_every_micro_batch_size_without_effect_is_named():
+    found = violations_of(*DYNAMIC[:2], "megatron_training.micro_batch_size=2")
+    assert {violation.path: violation.value for violation in found} == {
+        "megatron_training.micro_batch_size": 2,
+        "actor_config.micro_batch_size": 2,
+        "rl_config.actor_forward_micro_batch_size": 4,
+        "rl_config.ref_forward_micro_batch_size": 4,
+    }
 
 
 def test_custom_reward_without_its_verifier_is_refused():
