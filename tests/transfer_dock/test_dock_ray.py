@@ -123,10 +123,10 @@ def test_a_living_process_keeps_its_rows_however_long_it_takes():
     ray.get(slow)
 
 
-def get_until_lost(dock, claim):
+def get_until_lost(dock, claim, column):
     """Ray takes a moment to notice a death."""
     for _ in range(200):
-        dock.get(claim, ["tokens"])
+        dock.get(claim, [column])
         dock._reader.forget(lambda _: True)
         time.sleep(0.1)
 
@@ -143,8 +143,8 @@ def test_what_a_dead_process_made_is_made_again():
     dock.ack(done)
     os.kill(ray.get(first.pid.remote()), signal.SIGKILL)
     claim = dock.claim("train", 0, 3)
-    with pytest.raises(RowsLost, match="rows of iteration 0 .* made again: 'make' of iteration 0: rows 1$"):
-        get_until_lost(dock, claim)
+    with pytest.raises(RowsLost, match=r"rows of iteration 0 .* made again: 'make' of iteration 0: rows 1$"):
+        get_until_lost(dock, claim, "tokens")
     with pytest.raises(DockError, match="is not held"):
         dock.ack(claim)
     assert dock.stats()["rows_redone"] == 1, "row 0 was trained on and is needed no more"
@@ -164,10 +164,7 @@ def test_what_nobody_makes_is_reported_lost_by_name():
     os.kill(ray.get(producer.pid.remote()), signal.SIGKILL)
     claim = dock.claim("make", 0, 1)
     with pytest.raises(RowsLost, match="made again: nothing"):
-        for _ in range(200):
-            dock.get(claim, ["seed"])
-            dock._reader.forget(lambda _: True)
-            time.sleep(0.1)
+        get_until_lost(dock, claim, "seed")
     for ask in (dock.claim, dock.try_claim):
         with pytest.raises(DockError, match=r"'seed' of 1 rows \(0\) of iteration 0 is lost .* put it again"):
             ask("make", 0, 1)
