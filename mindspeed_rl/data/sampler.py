@@ -38,11 +38,15 @@ class PromptSampler:
 
     def __next__(self) -> list[int]:
         """[batch] indices below `size`."""
+        return self.take(self.batch)
+
+    def take(self, count: int) -> list[int]:
+        """The next `count` indices."""
         indices: list[int] = []
-        while len(indices) < self.batch:
+        while len(indices) < count:
             order = self._epoch_order(self.epoch)
             offset = self._used % self.size
-            piece = order[offset : offset + self.batch - len(indices)]
+            piece = order[offset : offset + count - len(indices)]
             indices += piece
             self._used += len(piece)
         return indices

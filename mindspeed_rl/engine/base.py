@@ -26,11 +26,12 @@ class GenerationRequest:
     row: int  # the sample's row in the TransferDock
     prompt: torch.Tensor  # [prompt length], int64
     seed: int | None  # of this request's own generator; None: the engine's generator
+    generated: Sequence[int] = ()  # tokens of the response that exist already; generation goes on after them
 
 
 @dataclass(frozen=True)
 class Generation:
-    """A finished response."""
+    """What was generated for one request: a response, or from `generated` of the request on, what follows."""
 
     row: int
     tokens: list[int]  # the end-of-sequence token included, if there was one
@@ -93,6 +94,12 @@ class GenerationEngine(Protocol):
 
     def generate(self, requests: Sequence[GenerationRequest]) -> Iterator[list[Generation]]:
         """Yield after every engine step, with the responses that it finished (possibly none)."""
+
+    def unfinished(self) -> dict[int, int]:
+        """Rows in generation, and how many tokens each has got so far (those of earlier requests left out)."""
+
+    def interrupt(self) -> list[Generation]:
+        """Stop generating: what there is of all unfinished responses, possibly no token."""
 
     def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Take new weights, given under their Hugging Face names."""

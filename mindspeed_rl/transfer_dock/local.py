@@ -74,12 +74,11 @@ class LocalTransferDock:
         count: int,
         share: int = 0,
         timeout: float = DEFAULT_TIMEOUT,
-        version: int | None = None,
     ) -> Claim | None:
         start = time.monotonic()
         with self._changed:
             try:
-                while (claim := self._table.claim(consumer, iteration, count, share, version)) is NOT_YET:
+                while (claim := self._table.claim(consumer, iteration, count, share)) is NOT_YET:
                     waited = time.monotonic() - start
                     if waited >= timeout:
                         raise DockTimeout(self._table.describe_wait(consumer, iteration, count, share, waited))
@@ -92,11 +91,9 @@ class LocalTransferDock:
                     self._table.wait_seconds[consumer] += time.monotonic() - start
             return claim
 
-    def try_claim(
-        self, consumer: str, iteration: int, count: int, share: int = 0, version: int | None = None
-    ) -> Claim | NotYet | None:
+    def try_claim(self, consumer: str, iteration: int, count: int, share: int = 0) -> Claim | NotYet | None:
         with self._changed:
-            claim = self._table.claim(consumer, iteration, count, share, version)
+            claim = self._table.claim(consumer, iteration, count, share)
             self._notify()
             return claim
 
@@ -123,6 +120,11 @@ class LocalTransferDock:
     def release(self, claim: Claim) -> None:
         with self._changed:
             self._table.release(claim.iteration, claim.lease)
+            self._notify()
+
+    def advance(self, version: int) -> None:
+        with self._changed:
+            self._table.advance(version)
             self._notify()
 
     def clear(self, iteration: int) -> None:

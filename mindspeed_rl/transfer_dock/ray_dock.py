@@ -105,17 +105,14 @@ class RayTransferDock:
         count: int,
         share: int = 0,
         timeout: float = DEFAULT_TIMEOUT,
-        version: int | None = None,
     ) -> Claim | None:
         self._client.live()
-        arguments = (consumer, iteration, count, share, version, timeout)
+        arguments = (consumer, iteration, count, share, timeout)
         return self._client.request("claim", *arguments, seconds=timeout)
 
-    def try_claim(
-        self, consumer: str, iteration: int, count: int, share: int = 0, version: int | None = None
-    ) -> Claim | NotYet | None:
+    def try_claim(self, consumer: str, iteration: int, count: int, share: int = 0) -> Claim | NotYet | None:
         self._client.live()
-        return self._client.request("try_claim", consumer, iteration, count, share, version)
+        return self._client.request("try_claim", consumer, iteration, count, share)
 
     def get(self, claim: Claim, columns: Sequence[str]) -> dict[str, Any]:
         return self._reader.get(claim, columns)
@@ -135,6 +132,9 @@ class RayTransferDock:
 
     def release(self, claim: Claim) -> None:
         self._client.request("release", claim.iteration, claim.lease)
+
+    def advance(self, version: int) -> None:
+        self._client.request("advance", version)
 
     def clear(self, iteration: int) -> None:
         self._reader.forget(lambda number: number == iteration)

@@ -40,7 +40,6 @@ class _Claim:
     iteration: int
     count: int
     share: int
-    version: int | None
     since: float
     deadline: float
 
@@ -141,24 +140,21 @@ class DockServer:
         iteration: int,
         count: int,
         share: int,
-        version: int | None,
         timeout: float,
     ) -> Any:
         """See `TransferDock.claim`."""
-        claim = self.do_try_claim(sender, consumer, iteration, count, share, version)
+        claim = self.do_try_claim(sender, consumer, iteration, count, share)
         if claim is not NOT_YET:
             return claim
         now = time.monotonic()
-        waiting = _Claim(sender, consumer, iteration, count, share, version, now, now + timeout)
+        waiting = _Claim(sender, consumer, iteration, count, share, now, now + timeout)
         self._claims.setdefault((iteration, consumer), []).append(waiting)
         return _WAITS
 
-    def do_try_claim(
-        self, sender: Sender, consumer: str, iteration: int, count: int, share: int, version: int | None
-    ) -> Any:
+    def do_try_claim(self, sender: Sender, consumer: str, iteration: int, count: int, share: int) -> Any:
         """See `TransferDock.try_claim`."""
         holder = sender.holder if self.spec.renew_leases else None
-        return self._table.claim(consumer, iteration, count, share, version, holder)
+        return self._table.claim(consumer, iteration, count, share, holder)
 
     def do_ack(self, sender: Sender, iteration: int, lease: int, rows: np.ndarray | None) -> None:
         """See `TransferDock.ack`."""
@@ -177,6 +173,10 @@ class DockServer:
     def do_renew(self, sender: Sender) -> None:
         """A sign of life."""
         self._table.renew(sender.holder)
+
+    def do_advance(self, sender: Sender, version: int) -> None:
+        """See `TransferDock.advance`."""
+        self._table.advance(version)
 
     def do_clear(self, sender: Sender, iteration: int) -> None:
         """See `TransferDock.clear`."""
@@ -222,7 +222,7 @@ class DockServer:
     def _settle(self, waiting: _Claim) -> bool:
         try:
             claim = self.do_try_claim(
-                waiting.sender, waiting.consumer, waiting.iteration, waiting.count, waiting.share, waiting.version
+                waiting.sender, waiting.consumer, waiting.iteration, waiting.count, waiting.share
             )
         except Exception as error:  # noqa: BLE001 - it is the caller's
             self._end(waiting, error, ok=False)

@@ -56,7 +56,8 @@ class ConsumerSpec:
     balance: columns whose lengths, added up, are the length of a row: the rows of each block are dealt out to the
         shares by `DockSpec.partition` instead of in equal contiguous parts, once all of them are ready.
     all_prompts: with a selection (see `TransferDock.begin`): sees all rows, not only the selected ones.
-    max_staleness: a claim must state its policy version v, and `iteration - v` may be this at most.
+    max_staleness: an iteration's rows are handed out once the policy version (see `TransferDock.advance`) is at most
+        this far behind the iteration's number.
     """
 
     needs: tuple[str, ...]
@@ -253,7 +254,6 @@ class TransferDock(Protocol):
         count: int,
         share: int = 0,
         timeout: float = DEFAULT_TIMEOUT,
-        version: int | None = None,
     ) -> Claim | None:
         """Wait for `count` rows of a share and lease them; None once nothing of the share is left to do.
 
@@ -262,13 +262,9 @@ class TransferDock(Protocol):
         the order in which they became ready, up to the share's number of rows. A grouped consumer asks for, and
         gets, whole groups. Rows that others hold for the same share may still come back, so a claim waits for
         them: acknowledge what you hold before the last claim, or look ahead with `try_claim`.
-
-        version: of the policy that the caller works with, for consumers with `max_staleness`; too old is an error.
         """
 
-    def try_claim(
-        self, consumer: str, iteration: int, count: int, share: int = 0, version: int | None = None
-    ) -> Claim | NotYet | None:
+    def try_claim(self, consumer: str, iteration: int, count: int, share: int = 0) -> Claim | NotYet | None:
         """As `claim` without waiting: `NOT_YET` where `claim` would wait."""
 
     def get(self, claim: Claim, columns: Sequence[str]) -> dict[str, Any]:
@@ -296,6 +292,9 @@ class TransferDock(Protocol):
 
     def release(self, claim: Claim) -> None:
         """Give the rows back, to be handed out again at once."""
+
+    def advance(self, version: int) -> None:
+        """The policy has this version now: so many iterations were trained on. Never goes back."""
 
     def clear(self, iteration: int) -> None:
         """Free an iteration. Whatever comes late for it is refused; waiting claims end with `DockError`."""

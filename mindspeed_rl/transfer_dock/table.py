@@ -60,6 +60,7 @@ class DockTable:
         self._next_payload = 1
         self._freed: dict[str, list[int]] = {}
         self._woken: dict[tuple[int, str], None] = {}
+        self.version = 0  # of the policy
         self.live_bytes = 0  # of all payloads
         self.bytes_put = 0
         self.rows_redone = 0
@@ -174,15 +175,13 @@ class DockTable:
         iteration: int,
         count: int,
         share: int = 0,
-        version: int | None = None,
         holder: str | None = None,
     ) -> Claim | NotYet | None:
         """See `TransferDock.try_claim`. `holder`: process that claims, and that will call `renew`."""
         self.expire()
         state = self._iteration(iteration)
         progress = self._progress(state, consumer, count, share)
-        self._check_version(progress, iteration, version)
-        units = progress.take(share, count)
+        units = [] if self._too_early(consumer, iteration) else progress.take(share, count)
         if not units:
             if progress.finished(share):
                 return None
@@ -213,17 +212,19 @@ class DockTable:
             last=tuple(last.tolist()),
         )
 
-    def _check_version(self, progress: Progress, iteration: int, version: int | None) -> None:
-        limit = progress.spec.max_staleness
-        if limit is None:
-            return
-        if version is None:
-            raise DockError(f"consumer '{progress.name}' must state its policy version")
-        if iteration - version > limit:
-            raise DockError(
-                f"consumer '{progress.name}' has policy version {version}: for iteration {iteration} it must be at "
-                f"least {iteration - limit} (max_staleness = {limit})"
-            )
+    def advance(self, version: int) -> None:
+        """See `TransferDock.advance`."""
+        if version < self.version:
+            raise DockError(f"policy version {version}: it is {self.version} already")
+        self.version = version
+        for iteration in self._iterations:
+            for name, consumer in self.spec.consumers.items():
+                if consumer.max_staleness is not None:
+                    self._woken[iteration, name] = None
+
+    def _too_early(self, consumer: str, iteration: int) -> bool:
+        limit = self.spec.consumers[consumer].max_staleness
+        return limit is not None and iteration - self.version > limit
 
     def ack(self, iteration: int, lease: int, rows: np.ndarray | None = None) -> None:
         """See `TransferDock.ack`; what it puts is put before, by `put`, after `check_ack`."""
@@ -312,7 +313,8 @@ class DockTable:
             (row, [name for name in progress.spec.needs if not state.locations[name][row]]) for row in rows.tolist()
         ]
         lacking = [(row, names) for row, names in lacking if names]
-        reasons = [f"row {row} lacks {', '.join(names)}" for row, names in lacking[:_SHOWN]]
+        reasons = [f"policy version is {self.version}"] if self._too_early(consumer, iteration) else []
+        reasons += [f"row {row} lacks {', '.join(names)}" for row, names in lacking[:_SHOWN]]
         if len(lacking) > _SHOWN:
             reasons.append(f"and {len(lacking) - _SHOWN} more rows")
         out = [row for lease in self._leases.values() for row in self._rows_out(lease, consumer, iteration, share)]
@@ -351,6 +353,7 @@ class DockTable:
             "shape": self._shape,
             "iterations": {number: iteration.state() for number, iteration in self._iterations.items()},
             "cleared": sorted(self._cleared),
+            "version": self.version,
             "next_payload": self._next_payload,
             "nbytes": {number: payload.nbytes for number, payload in self._payloads.items()},
             "bytes_put": self.bytes_put,
@@ -373,6 +376,7 @@ class DockTable:
         self._payloads = {key: _Payload(payloads[key], nbytes, holder) for key, nbytes in state["nbytes"].items()}
         self.live_bytes = sum(payload.nbytes for payload in self._payloads.values())
         self._cleared = set(state["cleared"])
+        self.version = state["version"]
         self._next_payload = state["next_payload"]
         self.bytes_put = state["bytes_put"]
 

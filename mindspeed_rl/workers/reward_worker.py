@@ -68,8 +68,7 @@ class RewardWorker:
                     for sample, text in zip(columns["sample"], texts, strict=True)
                 ]
                 result = self.manager.score(samples)
-                self.dock.put(iteration, claim.rows, {"rewards": result.total})
-                self.dock.ack(claim)
+                self.dock.ack(claim, {"rewards": result.total})
             report.metrics.merge(result.metrics())
             for name, messages in result.messages.items():
                 if messages:  # one of them shows what is wrong; all are counted
@@ -130,8 +129,7 @@ class RewardWorker:
                 advantages = compute_advantages(rl.adv_estimator, rewards, groups, mask, lengths, rl)
                 split = lengths.tolist()
                 columns = {"advantages": list(advantages.split(split)), "loss_mask": list(mask.split(split))}
-                self.dock.put(iteration, claim.rows, columns)
-                self.dock.ack(claim)
+                self.dock.ack(claim, columns)
             for group in groups.unique():
                 scored = rewards[(groups == group) & torch.isfinite(rewards)]
                 metrics.mean(

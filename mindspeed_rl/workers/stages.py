@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
+import numpy as np
+
+from mindspeed_rl.config.files import resolve_model
 from mindspeed_rl.config.layout import Layout
+from mindspeed_rl.config.model import ModelConfig
 from mindspeed_rl.config.schema import Config
+from mindspeed_rl.data.packing import balanced_partition, sequence_costs
 from mindspeed_rl.transfer_dock.spec import ColumnSpec, ConsumerSpec, DockSpec
 
 TOKENS = ColumnSpec(dtype="int64", kind="jagged")
@@ -70,20 +76,37 @@ def update_columns(config: Config) -> tuple[str, ...]:
 def dock_spec(config: Config, layout: Layout) -> DockSpec:
     """Columns and consumers of this run."""
     sequences = ("prompt_ids", "responses")
-    text = ("texts",) if config.generate_config.sampling_config.detokenize else ()
+    sampling = config.generate_config.sampling_config
+    text = ("texts",) if sampling.detokenize else ()
+    log_probs = ("rollout_log_probs",) if sampling.logprobs else ()
     consumers = {
-        "rollout": ConsumerSpec(needs=("prompt_ids",), shares=layout.rollout_replicas),
-        "reward": ConsumerSpec(needs=("sample", "responses", *text)),
-        "reference": ConsumerSpec(needs=sequences, shares=layout.dp),
-        "old_log_prob": ConsumerSpec(needs=sequences, shares=layout.dp),
-        "advantage": ConsumerSpec(needs=("rewards", "responses"), grouped=True),
-        "update": ConsumerSpec(needs=(*sequences, *update_columns(config)), shares=layout.dp),
+        "rollout": ConsumerSpec(
+            needs=("prompt_ids",), shares=layout.rollout_replicas, puts=("responses", *log_probs, *text)
+        ),
+        "reward": ConsumerSpec(needs=("sample", "responses", *text), puts=("rewards",)),
+        **{
+            stage: ConsumerSpec(needs=sequences, shares=layout.dp, puts=(scoring.column,))
+            for stage, scoring in SCORING.items()
+        },
+        "advantage": ConsumerSpec(needs=("rewards", "responses"), grouped=True, puts=("advantages", "loss_mask")),
+        "update": ConsumerSpec(
+            needs=(*sequences, *update_columns(config)),
+            shares=layout.dp,
+            balance=sequences if balances_update(config, layout) else (),
+        ),
     }
     return DockSpec(
         columns=COLUMNS,
         consumers=consumers,
         guarantee_order=config.rl_config.guarantee_order,
-        # a lease outlives any stage: a worker that dies ends the run long before
-        lease_seconds=2 * 60 * config.rl_config.stage_timeout_minutes,
-        max_bytes=None,
+        partition=partial(_equal_cost, model=resolve_model(config)),
     )
+
+
+def balances_update(config: Config, layout: Layout) -> bool:
+    """True if mini-batches are shared out by cost; without an order, ranks take what is ready anyway."""
+    return config.rl_config.balance_batch and config.rl_config.guarantee_order and layout.dp > 1
+
+
+def _equal_cost(lengths: np.ndarray, parts: int, model: ModelConfig) -> list[list[int]]:
+    return balanced_partition(sequence_costs(lengths.tolist(), model), parts)

@@ -34,6 +34,7 @@ class VllmEngine:
         self.cfg, self.device = cfg, device
         self.stop_tokens = [] if cfg.sampling_config.ignore_eos else list(stop_tokens)
         self.can_sleep = device.rollout_can_sleep
+        self._running: dict[int, Any] = {}  # row -> what vLLM said of it last, if anything
         with private_shared_memory() if device.name == "cpu" else nullcontext():
             self.llm = LLM(**self._arguments(model_folder, seed))
 
@@ -68,7 +69,7 @@ class VllmEngine:
             top_p=sampling.top_p,
             top_k=sampling.top_k,
             min_p=sampling.min_p,
-            max_tokens=sampling.max_tokens,
+            max_tokens=sampling.max_tokens - len(request.generated),
             logprobs=0 if sampling.logprobs else None,  # 0: of the sampled token alone
             seed=request.seed,
             stop_token_ids=self.stop_tokens,
@@ -80,10 +81,32 @@ class VllmEngine:
         """Yield after every engine step, with the responses that it finished (possibly none)."""
         engine = self.llm.llm_engine
         for request in requests:
-            prompt: Any = {"prompt_token_ids": request.prompt.tolist()}
+            prompt: Any = {"prompt_token_ids": [*request.prompt.tolist(), *request.generated]}
             engine.add_request(str(request.row), prompt, self._sampling_params(request))
+            self._running[request.row] = None
         while engine.has_unfinished_requests():
-            yield [self._generation(output) for output in engine.step() if output.finished]
+            outputs = engine.step()
+            for output in outputs:
+                self._running[int(output.request_id)] = output
+            finished = [self._generation(output) for output in outputs if output.finished]
+            for generation in finished:
+                del self._running[generation.row]
+            yield finished
+
+    def unfinished(self) -> dict[int, int]:
+        """Rows in generation, and how many tokens each has got so far."""
+        return {row: len(output.outputs[0].token_ids) if output else 0 for row, output in self._running.items()}
+
+    def interrupt(self) -> list[Generation]:
+        """Stop generating: what there is of all unfinished responses, possibly no token."""
+        self.llm.llm_engine.abort_request([str(row) for row in self._running])
+        no_log_probs: list[float] | None = [] if self.cfg.sampling_config.logprobs else None
+        stopped = [
+            self._generation(output) if output else Generation(row, [], no_log_probs, None)
+            for row, output in self._running.items()
+        ]
+        self._running.clear()
+        return stopped
 
     def _generation(self, output: Any) -> Generation:
         completion = output.outputs[0]
