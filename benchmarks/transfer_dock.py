@@ -34,6 +34,7 @@ from pathlib import Path
 if __name__ == "__main__":  # run as a file: Python then searches benchmarks/ instead of the repository
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+import psutil
 from dock import latency, memory, metadata
 from dock.cluster import cluster
 from dock.planes import TransferQueue
@@ -49,16 +50,15 @@ PLOT = ROOT / "benchmarks" / "results" / "transfer_dock_claim_cost.svg"
 class Settings:
     """How much is measured."""
 
-    samples: dict[int, int]  # samples: repetitions
+    samples: dict[int, tuple[int, int]]  # samples: (warm-up turns, turns that count)
     processes: tuple[int, ...]  # producers, and as many consumers
     wake_ups: int
     table_rows: tuple[int, ...]
-    warm_up: int
     batch_rows: int = 64  # a put and a claim, beside all rows of a process at once
 
 
-FULL = Settings({1024: 15, 16384: 5}, (1, 4, 16), 500, (1_000, 10_000, 100_000, 1_000_000), warm_up=3)
-QUICK = Settings({1024: 3}, (1, 4), 100, (1_000, 10_000), warm_up=2)
+FULL = Settings({1024: (3, 15), 16384: (1, 3)}, (1, 4, 16), 500, (1_000, 10_000, 100_000, 1_000_000))
+QUICK = Settings({1024: (2, 3)}, (1, 4), 100, (1_000, 10_000))
 
 
 @dataclass(frozen=True)
@@ -87,12 +87,7 @@ class Case:
 
 def measure(settings: Settings, with_queue: bool) -> list[Record]:
     """All records. Starts a Ray of its own; the idle measurements come before anything else runs in it."""
-    largest = Workload(max(settings.samples)).total_bytes
-    store = 4 * largest + (256 << 20)  # objects of finished iterations are freed a little later
-    free = shutil.disk_usage("/dev/shm").free
-    if store > free:
-        raise SystemExit(f"the object store needs {store / 1e9:.1f} GB, /dev/shm has {free / 1e9:.1f} GB free")
-    with cluster(store):
+    with cluster(reserve(settings)):
         records = [
             *wake_up_records(settings),
             *memory_records(settings),
@@ -101,6 +96,21 @@ def measure(settings: Settings, with_queue: bool) -> list[Record]:
         cases = list(run_cases(settings, with_queue))
     headline = next(case for case in cases if case.batch_rows == case.workload.samples)
     return [*headline_records(headline), *records, *(record for case in cases for record in case_records(case))]
+
+
+def reserve(settings: Settings) -> int:
+    """Size of the object store; ends the program if there is not enough memory for all that will run."""
+    largest = Workload(max(settings.samples)).total_bytes
+    store = 4 * largest + (256 << 20)  # objects of finished iterations are freed a little later
+    # a process with torch and the peer takes 0.5 GB; values are held as rows, packed, and in the peer's storage
+    total = max(settings.processes) * (500 << 20) + 8 * largest + store
+    for place, needed, free in (
+        ("the object store in /dev/shm", store, shutil.disk_usage("/dev/shm").free),
+        ("memory", total, psutil.virtual_memory().available),
+    ):
+        if needed > free:
+            raise SystemExit(f"{place}: {needed / 1e9:.1f} GB are needed, {free / 1e9:.1f} GB are free")
+    return store
 
 
 def wake_up_records(settings: Settings) -> Iterator[Record]:
@@ -140,11 +150,11 @@ def run_cases(settings: Settings, with_queue: bool) -> Iterator[Case]:
     queue = TransferQueue() if with_queue else None
     for processes in settings.processes:
         bench = Bench(processes, queue)
-        for samples, repetitions in settings.samples.items():
+        for samples, (warm_up, repetitions) in settings.samples.items():
             share = samples // processes
             for batch_rows in sorted({share, min(settings.batch_rows, share)}, reverse=True):
                 workload = Workload(samples)
-                rounds = bench.run(workload, batch_rows, settings.warm_up, repetitions)
+                rounds = bench.run(workload, batch_rows, warm_up, repetitions)
                 yield Case(workload, processes, batch_rows, rounds)
         bench.close()
     if queue:

@@ -64,6 +64,8 @@ class Turn:
 class Plane(Protocol):
     """One way to move samples. `prepare` is never timed; `produce` returns what Ray must carry to the consumers."""
 
+    prepared: Any  # the values to put, by `prepare`
+
     def prepare(self, batches: Sequence[Batch], nbytes: int) -> None: ...
 
     def produce(self, iteration: int, clock: Clock) -> list[ray.ObjectRef]: ...
@@ -84,11 +86,11 @@ class RawRay:
     """
 
     def prepare(self, batches: Sequence[Batch], nbytes: int) -> None:
-        self._packed = np.arange(-(-nbytes // 8), dtype=np.int64)
+        self.prepared = np.arange(-(-nbytes // 8), dtype=np.int64)
 
     def produce(self, iteration: int, clock: Clock) -> list[ray.ObjectRef]:
         with clock("put"):
-            return [ray.put(self._packed)]
+            return [ray.put(self.prepared)]
 
     def consume(self, turn: Turn, handed_over: list[ray.ObjectRef], clock: Clock) -> int:
         with clock("get"):
@@ -106,14 +108,13 @@ class RayFromRows:
     """
 
     def prepare(self, batches: Sequence[Batch], nbytes: int) -> None:
-        self._columns = {name: [value for batch in batches for value in batch.columns[name]] for name in NAMES}
-        self._columns["prompt_ids"] = self._columns["prompt_ids"][::GROUP]
-        self._columns["rewards"] = [torch.stack(self._columns["rewards"])]
+        rows = {name: [value for batch in batches for value in batch.columns[name]] for name in NAMES}
+        self.prepared = {**rows, "prompt_ids": rows["prompt_ids"][::GROUP], "rewards": [torch.stack(rows["rewards"])]}
 
     def produce(self, iteration: int, clock: Clock) -> list[ray.ObjectRef]:
         with clock("put"):
             packed = {
-                name: np.concatenate([value.numpy() for value in values]) for name, values in self._columns.items()
+                name: np.concatenate([value.numpy() for value in values]) for name, values in self.prepared.items()
             }
             return [ray.put(packed)]
 
@@ -133,10 +134,10 @@ class Dock:
         self._dock: Any = dock
 
     def prepare(self, batches: Sequence[Batch], nbytes: int) -> None:
-        self._batches = batches
+        self.prepared = batches
 
     def produce(self, iteration: int, clock: Clock) -> list[ray.ObjectRef]:
-        for batch in self._batches:
+        for batch in self.prepared:
             with clock("put"):
                 self._dock.put(iteration, batch.rows, batch.columns)
         return []
@@ -183,7 +184,7 @@ class TransferQueue:
     def prepare(self, batches: Sequence[Batch], nbytes: int) -> None:
         from tensordict import TensorDict
 
-        self._puts = [
+        self.prepared = [
             (
                 [str(row) for row in batch.rows],
                 TensorDict({name: _nested(batch.columns[name]) for name in NAMES}, batch_size=[len(batch.rows)]),
@@ -192,7 +193,7 @@ class TransferQueue:
         ]
 
     def produce(self, iteration: int, clock: Clock) -> list[ray.ObjectRef]:
-        for keys, fields in self._puts:
+        for keys, fields in self.prepared:
             with clock("put"):
                 self._queue.kv_batch_put(keys=keys, partition_id=str(iteration), fields=fields)
         return []

@@ -2,8 +2,9 @@
 
 An iteration is: begin, all producers put their rows, all consumers take theirs, clear. Producers and consumers are
 Ray actors, the same ones for all planes, whose rounds alternate: noise of the machine and warm memory are shared
-alike. A phase lasts from the first process's start to the last one's end, on the host's monotonic clock: what it
-takes Ray to start the two phases is not counted for any plane.
+alike. Each process takes first the one, then the other part, as workers of a training run do, but never consumes what
+it produced; a single producer and consumer are two processes. A phase lasts from the first process's start to the
+last one's end, on the host's monotonic clock: what it takes Ray to start the two phases is not counted for any plane.
 """
 
 from __future__ import annotations
@@ -46,6 +47,8 @@ class Worker:
 
     def prepare(self, workload: Workload, part: int, parts: int, batch_rows: int) -> int:
         """Make the values of this producer's rows; returns their checksum."""
+        for plane in self._planes.values():
+            plane.prepared = None  # the values of the case before, which may be large
         rows = workload.rows(part, parts)
         starts = range(rows.start, rows.stop, batch_rows)
         batches = [Batch(range(s, s + batch_rows), workload.columns(range(s, s + batch_rows))) for s in starts]
@@ -87,7 +90,7 @@ Rounds = dict[tuple[str, bool], list[Round]]
 
 
 class Bench:
-    """A dock, and `processes` producers and consumers, for any workload."""
+    """A dock, and `processes` processes that produce and as many that consume, for any workload."""
 
     def __init__(self, processes: int, queue: TransferQueue | None):
         self.processes = processes
@@ -95,8 +98,9 @@ class Bench:
         self._queue = queue
         self._dock = RayTransferDock.create(grpo_spec(processes), num_cpus=0)
         actor: Any = ray.remote(num_cpus=0)(Worker)
-        self._workers = [actor.remote(self._dock, queue is not None) for _ in range(2 * processes)]
-        self._producers, self._consumers = self._workers[:processes], self._workers[processes:]
+        self._workers = [actor.remote(self._dock, queue is not None) for _ in range(max(2, processes))]
+        self._producers = self._workers[:processes]
+        self._consumers = [*self._workers[1:], self._workers[0]][:processes]
         self._controllers = {"dock": controller_process(self._dock)}
         if queue:
             self._controllers["transferqueue"] = queue.controller_process()
