@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 
 class MindSpeedRLError(Exception):
@@ -60,13 +60,14 @@ class DockTimeout(MindSpeedRLError, TimeoutError):
 
 
 class WorkerFailed(MindSpeedRLError, RuntimeError):
-    """A worker died, raised or passed its deadline: names rank (-1: the reward worker), stage and step."""
+    """A worker died, raised or passed its deadline: names rank (or who else, see `NOT_RANKS`), stage and step."""
 
     exit_code = 3
+    NOT_RANKS: ClassVar[dict[int, str]] = {-1: "the reward worker", -2: "the weight board"}
 
     def __init__(self, rank: int, stage: str, step: int, reason: str):
         self.rank, self.stage, self.step, self.reason = rank, stage, step, reason
-        who = f"worker rank {rank}" if rank >= 0 else "the reward worker"
+        who = self.NOT_RANKS.get(rank, f"worker rank {rank}")
         super().__init__(f"{who} failed in stage '{stage}' at step {step}: {reason}")
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -14,7 +14,7 @@ from mindspeed_rl.config.schema import Config
 class Layout:
     """Sizes of all parallel groups, and one iteration's way from prompts to micro-batches."""
 
-    world: int  # devices, one rank each
+    world: int  # ranks that train, a device each
     tp: int
     pp: int
     dp: int
@@ -26,6 +26,17 @@ class Layout:
     micro_batch_size: int  # sequences per rank and forward-backward pass
     epochs: int  # passes over an iteration's samples
     train_iters: int
+    integrated: bool = True  # the same devices train and generate
+
+    @property
+    def rollout_world(self) -> int:
+        """Ranks that generate; they are those that train, or ranks of a world of their own."""
+        return self.rollout_replicas * self.infer_tp
+
+    @property
+    def devices(self) -> int:
+        """All devices of the run."""
+        return self.world if self.integrated else self.world + self.rollout_world
 
     @property
     def sequences_per_iteration(self) -> int:
@@ -70,7 +81,7 @@ class Layout:
         return rank // (self.tp * self.dp)
 
     def rollout_replica(self, rank: int) -> int:
-        """The vLLM engine that `rank` belongs to; the ranks of one engine are neighbours."""
+        """The vLLM engine that rollout rank `rank` belongs to; the ranks of one engine are neighbours."""
         return rank // self.infer_tp
 
     def rollout_tp_rank(self, rank: int) -> int:
@@ -79,7 +90,7 @@ class Layout:
 
     def rollout_engines(self) -> list[tuple[int, ...]]:
         """The ranks of each vLLM engine."""
-        firsts = range(0, self.rollout_replicas * self.infer_tp, self.infer_tp)
+        firsts = range(0, self.rollout_world, self.infer_tp)
         return [tuple(range(first, first + self.infer_tp)) for first in firsts]
 
     def model_replicas(self) -> list[tuple[int, ...]]:
@@ -97,7 +108,9 @@ class Layout:
 
         Within a cell the training weights are complete as often as there are replicas, so that every engine of the
         cell can be filled without leaving it. Cells are sorted, and so are the ranks in each.
+        Only for integrated workers: elsewhere no rank is of both kinds.
         """
+        assert self.integrated
         parent = list(range(self.world))
 
         def root(rank: int) -> int:
@@ -119,17 +132,19 @@ def derive_layout(cfg: Config) -> Layout:
     """Layout of a configuration that has passed `rules.check`, whose divisions come out even."""
     actor, rl = cfg.actor, cfg.rl_config
     world, infer_tp = rl.actor_resource.num_npus, cfg.generate_config.infer_tensor_parallel_size
+    rollout = rl.actor_resource if rl.rollout_resource is None else rl.rollout_resource
     return Layout(
         world=world,
         tp=actor.tensor_model_parallel_size,
         pp=actor.pipeline_model_parallel_size,
         dp=world // (actor.tensor_model_parallel_size * actor.pipeline_model_parallel_size),
         infer_tp=infer_tp,
-        rollout_replicas=world // infer_tp,
+        rollout_replicas=rollout.num_npus // infer_tp,
         prompts_per_iteration=actor.global_batch_size,
         samples_per_prompt=rl.n_samples_per_prompt,
         prompts_per_mini_batch=rl.mini_batch_size,
         micro_batch_size=actor.micro_batch_size,
         epochs=rl.epochs,
         train_iters=actor.train_iters,
+        integrated=rl.use_integrated_worker,
     )

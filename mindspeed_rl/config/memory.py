@@ -1,6 +1,7 @@
 """An estimate of device memory from shapes alone: no device is asked. Upper bounds where padding or timing decide.
 
-All figures are bytes on the fullest device, under the largest pipeline stage.
+All figures are bytes on the fullest device, under the largest pipeline stage. Where rollout has devices of its own,
+`training` is of a device that trains and `generating` of one that generates.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ def estimate_memory(cfg: Config, model: ModelConfig, layout: Layout) -> MemoryEs
     shards = layout.dp if actor.use_distributed_optimizer else 1
     optimizer = parameters * (12 if actor.bf16 else 8) // shards
     reference = weights if rl.init_kl_coef > 0 else 0
-    kept = (
+    shared = (
         (0 if generate.offload_train_param else weights)
         + (0 if generate.offload_train_grad else gradients)
         + (0 if generate.offload_train_optimizer else optimizer)
@@ -74,7 +75,7 @@ def estimate_memory(cfg: Config, model: ModelConfig, layout: Layout) -> MemoryEs
         rollout_weights=model.num_parameters * _DTYPE_BYTES[generate.dtype] // layout.infer_tp,
         kv_per_token=kv_per_token,
         kv_full=kv_per_token * generate.max_model_len * running,
-        training_kept=kept,
+        training_kept=shared if layout.integrated else 0,
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from rich.console import Console
 from rich.table import Table
@@ -21,7 +21,13 @@ def print_report(cfg: Config, console: Console) -> None:
     """Print everything that follows from a valid configuration; paths missing on this machine are notes."""
     layout = derive_layout(cfg)
     console.print(_parallel_table(cfg, layout))
-    console.print(_rank_table(layout))
+    places = {"TP": layout.tp_rank, "DP": layout.dp_rank, "PP": layout.pp_rank}
+    engines = {"rollout engine": layout.rollout_replica, "rank in engine": layout.rollout_tp_rank}
+    if layout.integrated:
+        console.print(_rank_table("Ranks", layout.world, places | engines))
+    else:
+        console.print(_rank_table("Training ranks", layout.world, places))
+        console.print(_rank_table("Rollout ranks", layout.rollout_world, engines))
     console.print(_batch_table(cfg, layout))
     try:
         console.print(_memory_table(cfg, resolve_model(cfg), layout))
@@ -42,26 +48,28 @@ def _parallel_table(cfg: Config, layout: Layout) -> Table:
     table = _table("Layout", "what", "value", "from")
     rows = [
         ("device", cfg.device, "device"),
-        ("ranks (devices)", layout.world, "rl_config.actor_resource.num_npus"),
+        ("training ranks (devices)", layout.world, "rl_config.actor_resource.num_npus"),
         ("training tensor parallel (TP)", layout.tp, "tensor_model_parallel_size"),
         ("training pipeline parallel (PP)", layout.pp, "pipeline_model_parallel_size"),
         ("training data parallel (DP)", layout.dp, "ranks / (TP x PP)"),
         ("rollout tensor parallel", layout.infer_tp, "generate_config.infer_tensor_parallel_size"),
-        ("rollout engines", layout.rollout_replicas, "ranks / rollout tensor parallel"),
-        ("resharding cells", len(layout.cells()), "sets of ranks that exchange weights among themselves"),
+        ("rollout engines", layout.rollout_replicas, "rollout ranks / rollout tensor parallel"),
     ]
+    if layout.integrated:
+        rows.append(("resharding cells", len(layout.cells()), "sets of ranks that exchange weights among themselves"))
+    else:
+        rows.insert(2, ("rollout ranks (devices)", layout.rollout_world, "rl_config.rollout_resource.num_npus"))
     for what, value, source in rows:
         table.add_row(what, str(value), source)
     return table
 
 
-def _rank_table(layout: Layout) -> Table:
-    table = _table("Ranks", "rank", "TP", "DP", "PP", "rollout engine", "rank in engine")
-    for rank in range(min(layout.world, _SHOWN_RANKS)):
-        places = (layout.tp_rank, layout.dp_rank, layout.pp_rank, layout.rollout_replica, layout.rollout_tp_rank)
-        table.add_row(str(rank), *(str(place(rank)) for place in places))
-    if layout.world > _SHOWN_RANKS:
-        table.add_row(f"… {layout.world - _SHOWN_RANKS} more", *[""] * 5)
+def _rank_table(title: str, world: int, places: Mapping[str, Callable[[int], int]]) -> Table:
+    table = _table(title, "rank", *places)
+    for rank in range(min(world, _SHOWN_RANKS)):
+        table.add_row(str(rank), *(str(place(rank)) for place in places.values()))
+    if world > _SHOWN_RANKS:
+        table.add_row(f"… {world - _SHOWN_RANKS} more", *[""] * len(places))
     return table
 
 
@@ -104,6 +112,8 @@ def _memory_table(cfg: Config, model: ModelConfig, layout: Layout) -> Table:
         "training state kept while generating": memory.training_kept,
         "[bold]generating, all together": memory.generating,
     }
+    if not layout.integrated:
+        del rows["training state kept while generating"]
     for what, size in rows.items():
         table.add_row(what, f"{size / GIB:,.3f}")
     return table

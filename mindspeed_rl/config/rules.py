@@ -1,5 +1,7 @@
-"""Every rule that ties keys together. A rule is one small function: it reads the configuration, yields violations,
-and changes nothing. Rules run before Ray, torch or a device is touched.
+"""The rules that tie keys together, and the check of all of them (those on devices are in `rules_devices.py`).
+
+A rule is one small function: it reads the configuration, yields violations, and changes nothing. Rules run before
+Ray, torch or a device is touched.
 
 `keys` of a rule are the paths that it reads; `actor.x` means `x` of `actor_config`, else of `megatron_training`.
 """
@@ -8,13 +10,14 @@ from __future__ import annotations
 
 import difflib
 import importlib.util
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 from mindspeed_rl.common.errors import ConfigError, Violation
+from mindspeed_rl.config import rules_devices  # noqa: F401  # its rules register themselves
 from mindspeed_rl.config.files import actor_path, checkpoint_model, resolve_model, touches
 from mindspeed_rl.config.model import ModelConfig
+from mindspeed_rl.config.rule import PP, RULES, TP, WORLD, Found, Rule, divides, model_parallel, rule
 from mindspeed_rl.config.schema import Config, RLConfig
 
 VERIFIERS = (
@@ -31,38 +34,21 @@ VERIFIERS = (
     "reasoning_gym",
 )
 
-Found = Iterator[Violation]
 _MODEL_KEYS = ("model", "actor.model", "actor.load")
-_WORLD = "rl_config.actor_resource.num_npus"
-_TP, _PP = "actor.tensor_model_parallel_size", "actor.pipeline_model_parallel_size"
-_INFER_TP = "generate_config.infer_tensor_parallel_size"
 _LONGEST_NAME = 200  # file systems end at 255 bytes
 _MAX_TOKENS = "generate_config.sampling_config.max_tokens"
 _DYNAMIC, _PACKING = "rl_config.use_dynamic_bsz", "rl_config.max_packing_token_size"
 _FORWARD_SIZES = tuple(f"rl_config.{model}_forward_micro_batch_size" for model in ("actor", "ref"))
 
 
-@dataclass(frozen=True)
-class Rule:
-    """One rule: its name, the keys it reads, and the function that finds violations."""
-
-    name: str
-    keys: tuple[str, ...]
-    find: Callable[..., Iterable[Violation]]
-    needs_model: bool = False
-
-
-RULES: list[Rule] = []
-
-
 def check(cfg: Config, broken: Sequence[str] = ()) -> list[Violation]:
     """All violations of all rules, except of rules that read a key in `broken` (values already refused)."""
     model = None if _any_touches(_MODEL_KEYS, broken) else _known_model(cfg)
     violations: list[Violation] = []
-    for rule in RULES:
-        if _any_touches(rule.keys, broken) or (rule.needs_model and model is None):
+    for each in RULES:
+        if _any_touches(each.keys, broken) or (each.needs_model and model is None):
             continue
-        violations += rule.find(cfg, model) if rule.needs_model else rule.find(cfg)
+        violations += each.find(cfg, model) if each.needs_model else each.find(cfg)
     return violations
 
 
@@ -77,26 +63,10 @@ def _known_model(cfg: Config) -> ModelConfig | None:
         return None
 
 
-def _rule(*keys: str, needs_model: bool = False) -> Callable[[Callable[..., Found]], Callable[..., Found]]:
-    def register(find: Callable[..., Found]) -> Callable[..., Found]:
-        RULES.append(Rule(find.__name__, keys, find, needs_model))
-        return find
-
-    return register
-
-
-def _divides(path: str, value: int, divisor_path: str, divisor: int) -> Found:
-    """`divisor` must divide `value`; the violation names both keys and near divisors that would do."""
-    if value % divisor:
-        near = sorted({d for d in range(1, value + 1) if value % d == 0}, key=lambda d: (abs(d - divisor), d))[:3]
-        message = f"does not divide {path} = {value}"
-        yield Violation(divisor_path, divisor, message, f"possible: {', '.join(map(str, sorted(near)))}")
-
-
 # ---------------------------------------------------------------- what a run needs
 
 
-@_rule("actor.data_path", "actor.tokenizer_name_or_path", "actor.load")
+@rule("actor.data_path", "actor.tokenizer_name_or_path", "actor.load")
 def required_paths(cfg: Config) -> Found:
     hints = {
         "data_path": "jsonl or parquet files with the prompts",
@@ -110,7 +80,7 @@ def required_paths(cfg: Config) -> Found:
             )
 
 
-@_rule(*_MODEL_KEYS)
+@rule(*_MODEL_KEYS)
 def model_is_known(cfg: Config) -> Found:
     try:
         # `auto` without a file: no contradiction, only a path that this machine may lack; files.py names it
@@ -120,14 +90,14 @@ def model_is_known(cfg: Config) -> Found:
         yield from error.violations
 
 
-@_rule("actor.resume", "actor.save")
+@rule("actor.resume", "actor.save")
 def resume_needs_save(cfg: Config) -> Found:
     if cfg.actor.resume == "auto" and not cfg.actor.save:
         hint = "set actor_config.save, or resume: never"
         yield Violation(actor_path(cfg, "resume"), "auto", "resumes from the folder `save`, which is not set", hint)
 
 
-@_rule("run_name")
+@rule("run_name")
 def run_name_is_one_folder(cfg: Config) -> Found:
     """Runs lie beside each other in `output_dir`, where `latest` names the newest."""
     name = cfg.run_name
@@ -141,74 +111,18 @@ def run_name_is_one_folder(cfg: Config) -> Found:
         yield Violation("run_name", name, message, "shorten it")
 
 
-# ---------------------------------------------------------------- parallel layout
-
-
-@_rule(_WORLD, _TP, _PP)
-def world_holds_training_layout(cfg: Config) -> Found:
-    world, tp, pp = cfg.rl_config.actor_resource.num_npus, *_model_parallel(cfg)
-    if world % (tp * pp):
-        message = f"is not a multiple of TP x PP = {tp} x {pp} (tensor_ x pipeline_model_parallel_size)"
-        yield Violation(_WORLD, world, message, f"possible: {_near_multiples(world, tp * pp)}")
-
-
-@_rule(_WORLD, _INFER_TP)
-def world_holds_rollout_layout(cfg: Config) -> Found:
-    world, infer_tp = cfg.rl_config.actor_resource.num_npus, cfg.generate_config.infer_tensor_parallel_size
-    yield from _divides(_WORLD, world, _INFER_TP, infer_tp)
-
-
-def _model_parallel(cfg: Config) -> tuple[int, int]:
-    return cfg.actor.tensor_model_parallel_size, cfg.actor.pipeline_model_parallel_size
-
-
-def _near_multiples(value: int, factor: int) -> str:
-    below = value // factor * factor
-    return " or ".join(str(number) for number in (below, below + factor) if number)
-
-
-@_rule(_TP, needs_model=True)
-def training_tp_divides_model(cfg: Config, model: ModelConfig) -> Found:
-    path, tp = actor_path(cfg, "tensor_model_parallel_size"), cfg.actor.tensor_model_parallel_size
-    for key in ("num_attention_heads", "num_query_groups", "ffn_hidden_size"):
-        yield from _divides(f"the model's {key}", getattr(model, key), path, tp)
-
-
-@_rule(_INFER_TP, needs_model=True)
-def rollout_tp_divides_model(cfg: Config, model: ModelConfig) -> Found:
-    infer_tp, groups = cfg.generate_config.infer_tensor_parallel_size, model.num_query_groups
-    for key in ("num_attention_heads", "ffn_hidden_size"):
-        yield from _divides(f"the model's {key}", getattr(model, key), _INFER_TP, infer_tp)
-    if groups % infer_tp and infer_tp % groups:  # vLLM replicates key/value heads only a whole number of times
-        message = f"neither divides nor is a multiple of the model's num_query_groups = {groups}"
-        yield Violation(_INFER_TP, infer_tp, message, f"possible: {_near_multiples(infer_tp, groups)}")
-
-
-@_rule(_PP, needs_model=True)
-def pp_divides_layers(cfg: Config, model: ModelConfig) -> Found:
-    path = actor_path(cfg, "pipeline_model_parallel_size")
-    yield from _divides("the model's num_layers", model.num_layers, path, cfg.actor.pipeline_model_parallel_size)
-
-
-@_rule("actor.sequence_parallel", _TP)
-def sequence_parallel_needs_tp(cfg: Config) -> Found:
-    if cfg.actor.sequence_parallel and cfg.actor.tensor_model_parallel_size == 1:
-        hint = "set sequence_parallel: false, or a larger tensor_model_parallel_size"
-        yield Violation(actor_path(cfg, "sequence_parallel"), True, "needs tensor_model_parallel_size > 1", hint)
-
-
 # ---------------------------------------------------------------- batches and lengths
 
 
-@_rule("rl_config.mini_batch_size", "actor.global_batch_size")
+@rule("rl_config.mini_batch_size", "actor.global_batch_size")
 def mini_batches_fill_iteration(cfg: Config) -> Found:
     path = actor_path(cfg, "global_batch_size")
-    yield from _divides(path, cfg.actor.global_batch_size, "rl_config.mini_batch_size", cfg.rl_config.mini_batch_size)
+    yield from divides(path, cfg.actor.global_batch_size, "rl_config.mini_batch_size", cfg.rl_config.mini_batch_size)
 
 
-@_rule("rl_config.mini_batch_size", "rl_config.n_samples_per_prompt", _WORLD, _TP, _PP)
+@rule("rl_config.mini_batch_size", "rl_config.n_samples_per_prompt", WORLD, TP, PP)
 def mini_batch_fills_ranks(cfg: Config) -> Found:
-    rl, (tp, pp) = cfg.rl_config, _model_parallel(cfg)
+    rl, (tp, pp) = cfg.rl_config, model_parallel(cfg)
     data_parallel = rl.actor_resource.num_npus // (tp * pp)
     sequences = rl.mini_batch_size * rl.n_samples_per_prompt
     if data_parallel and sequences % data_parallel:
@@ -220,7 +134,7 @@ def mini_batch_fills_ranks(cfg: Config) -> Found:
         yield Violation("rl_config.mini_batch_size", rl.mini_batch_size, message, hint)
 
 
-@_rule("rl_config.shuffle_mini_batch", "rl_config.guarantee_order")
+@rule("rl_config.shuffle_mini_batch", "rl_config.guarantee_order")
 def shuffling_needs_order(cfg: Config) -> Found:
     """A shuffle is an order of the rows, which the TransferDock keeps only if it keeps orders at all."""
     if cfg.rl_config.shuffle_mini_batch and not cfg.rl_config.guarantee_order:
@@ -228,12 +142,12 @@ def shuffling_needs_order(cfg: Config) -> Found:
         yield Violation("rl_config.shuffle_mini_batch", True, "needs guarantee_order = True, which is False", hint)
 
 
-@_rule("rl_config.max_prompt_length", _MAX_TOKENS, "generate_config.max_model_len")
+@rule("rl_config.max_prompt_length", _MAX_TOKENS, "generate_config.max_model_len")
 def sequence_fits_rollout(cfg: Config) -> Found:
     yield from _fits(cfg, "generate_config.max_model_len", cfg.generate_config.max_model_len)
 
 
-@_rule("rl_config.max_prompt_length", _MAX_TOKENS, "actor.seq_length")
+@rule("rl_config.max_prompt_length", _MAX_TOKENS, "actor.seq_length")
 def sequence_fits_training(cfg: Config) -> Found:
     yield from _fits(cfg, actor_path(cfg, "seq_length"), cfg.actor.seq_length)
 
@@ -248,7 +162,7 @@ def _fits(cfg: Config, limit_path: str, limit: int) -> Found:
         yield Violation(limit_path, limit, message, f"set it to {prompt + response}, or shorten the others")
 
 
-@_rule(_DYNAMIC, _PACKING, "rl_config.max_prompt_length", _MAX_TOKENS)
+@rule(_DYNAMIC, _PACKING, "rl_config.max_prompt_length", _MAX_TOKENS)
 def packing_size_is_given_and_used(cfg: Config) -> Found:
     size = cfg.rl_config.max_packing_token_size
     if cfg.rl_config.use_dynamic_bsz and size is None:
@@ -260,13 +174,13 @@ def packing_size_is_given_and_used(cfg: Config) -> Found:
         yield Violation(_PACKING, size, "is used with use_dynamic_bsz = True only, which is False", hint)
 
 
-@_rule(_PACKING, "rl_config.max_prompt_length", _MAX_TOKENS)
+@rule(_PACKING, "rl_config.max_prompt_length", _MAX_TOKENS)
 def packing_size_holds_a_sequence(cfg: Config) -> Found:
     if cfg.rl_config.max_packing_token_size is not None:
         yield from _fits(cfg, _PACKING, cfg.rl_config.max_packing_token_size)
 
 
-@_rule(_DYNAMIC, "actor.micro_batch_size", *_FORWARD_SIZES)
+@rule(_DYNAMIC, "actor.micro_batch_size", *_FORWARD_SIZES)
 def micro_batch_sizes_are_used(cfg: Config) -> Found:
     """With token-capped micro-batches nothing reads a number of sequences, so none may be set."""
     for path in ("megatron_training.micro_batch_size", "actor_config.micro_batch_size", *_FORWARD_SIZES):
@@ -278,12 +192,12 @@ def micro_batch_sizes_are_used(cfg: Config) -> Found:
             yield Violation(path, getattr(values, key), message, hint)
 
 
-@_rule("actor.seq_length", needs_model=True)
+@rule("actor.seq_length", needs_model=True)
 def training_length_fits_model(cfg: Config, model: ModelConfig) -> Found:
     yield from _within_positions(actor_path(cfg, "seq_length"), cfg.actor.seq_length, model)
 
 
-@_rule("generate_config.max_model_len", needs_model=True)
+@rule("generate_config.max_model_len", needs_model=True)
 def rollout_length_fits_model(cfg: Config, model: ModelConfig) -> Found:
     yield from _within_positions("generate_config.max_model_len", cfg.generate_config.max_model_len, model)
 
@@ -296,7 +210,7 @@ def _within_positions(path: str, length: int, model: ModelConfig) -> Found:
         )
 
 
-@_rule("generate_config.max_num_batched_tokens", "generate_config.max_num_seqs")
+@rule("generate_config.max_num_batched_tokens", "generate_config.max_num_seqs")
 def batched_tokens_hold_sequences(cfg: Config) -> Found:
     tokens, sequences = cfg.generate_config.max_num_batched_tokens, cfg.generate_config.max_num_seqs
     if tokens is not None and tokens < sequences:
@@ -305,7 +219,7 @@ def batched_tokens_hold_sequences(cfg: Config) -> Found:
         yield Violation("generate_config.max_num_batched_tokens", tokens, message, hint)
 
 
-@_rule("generate_config.sampling_config.temperature")
+@rule("generate_config.sampling_config.temperature")
 def temperature_is_positive(cfg: Config) -> Found:
     if cfg.generate_config.sampling_config.temperature == 0:
         message = "greedy rollouts have no distribution to train on"
@@ -313,7 +227,7 @@ def temperature_is_positive(cfg: Config) -> Found:
         yield Violation("generate_config.sampling_config.temperature", 0.0, message, hint)
 
 
-@_rule("actor.system_prompt", "actor.apply_chat_template")
+@rule("actor.system_prompt", "actor.apply_chat_template")
 def system_prompt_needs_template(cfg: Config) -> Found:
     if cfg.actor.system_prompt is not None and not cfg.actor.apply_chat_template:
         message = "is used with a chat template only, and apply_chat_template = False"
@@ -324,7 +238,7 @@ def system_prompt_needs_template(cfg: Config) -> Found:
 # ---------------------------------------------------------------- recomputation and optimizer
 
 
-@_rule("actor.recompute_granularity", "actor.recompute_method", "actor.recompute_num_layers")
+@rule("actor.recompute_granularity", "actor.recompute_method", "actor.recompute_num_layers")
 def recompute_keys_agree(cfg: Config) -> Found:
     """Megatron's own condition: method and number of layers belong to `full`, and to nothing else."""
     full = cfg.actor.recompute_granularity == "full"
@@ -339,7 +253,7 @@ def recompute_keys_agree(cfg: Config) -> Found:
             yield Violation(actor_path(cfg, key), value, message, "set recompute_granularity: full, or remove it")
 
 
-@_rule("actor.recompute_num_layers", _PP, needs_model=True)
+@rule("actor.recompute_num_layers", PP, needs_model=True)
 def recompute_layers_exist(cfg: Config, model: ModelConfig) -> Found:
     layers, here = cfg.actor.recompute_num_layers, model.num_layers // cfg.actor.pipeline_model_parallel_size
     if layers is not None and layers > max(here, 1):
@@ -347,7 +261,7 @@ def recompute_layers_exist(cfg: Config, model: ModelConfig) -> Found:
         yield Violation(actor_path(cfg, "recompute_num_layers"), layers, message, f"at most {here}")
 
 
-@_rule("actor.lr", "actor.min_lr")
+@rule("actor.lr", "actor.min_lr")
 def min_lr_below_lr(cfg: Config) -> Found:
     if cfg.actor.min_lr > cfg.actor.lr:
         message = f"is larger than {actor_path(cfg, 'lr')} = {cfg.actor.lr!r}"
@@ -361,7 +275,7 @@ def _default(key: str) -> Any:
     return RLConfig.model_fields[key].default
 
 
-@_rule("rl_config.gamma", "rl_config.lam", "rl_config.adv_estimator")
+@rule("rl_config.gamma", "rl_config.lam", "rl_config.adv_estimator")
 def discount_is_used(cfg: Config) -> Found:
     estimator = cfg.rl_config.adv_estimator
     for key in ("gamma", "lam"):
@@ -371,7 +285,7 @@ def discount_is_used(cfg: Config) -> Found:
             yield Violation(f"rl_config.{key}", value, message, f"leave it at {_default(key)}")
 
 
-@_rule("rl_config.kl_target", "rl_config.kl_horizon", "rl_config.kl_ctrl_type")
+@rule("rl_config.kl_target", "rl_config.kl_horizon", "rl_config.kl_ctrl_type")
 def kl_controller_keys_are_used(cfg: Config) -> Found:
     for key in ("kl_target", "kl_horizon"):
         if cfg.rl_config.kl_ctrl_type == "fixed" and key in cfg.rl_config.model_fields_set:
@@ -380,7 +294,7 @@ def kl_controller_keys_are_used(cfg: Config) -> Found:
             yield Violation(f"rl_config.{key}", getattr(cfg.rl_config, key), message, hint)
 
 
-@_rule("rl_config.kl_ctrl_type", "rl_config.init_kl_coef")
+@rule("rl_config.kl_ctrl_type", "rl_config.init_kl_coef")
 def adaptive_kl_starts_above_zero(cfg: Config) -> Found:
     """The controller multiplies the coefficient: from 0 it never leaves 0."""
     if cfg.rl_config.kl_ctrl_type == "adaptive" and cfg.rl_config.init_kl_coef == 0:
@@ -391,7 +305,7 @@ def adaptive_kl_starts_above_zero(cfg: Config) -> Found:
 # ---------------------------------------------------------------- rewards
 
 
-@_rule("rl_config.verifier_function")
+@rule("rl_config.verifier_function")
 def verifiers_are_known(cfg: Config) -> Found:
     for index, name in enumerate(cfg.rl_config.verifier_function):
         if name not in VERIFIERS:
@@ -400,7 +314,7 @@ def verifiers_are_known(cfg: Config) -> Found:
             yield Violation(f"rl_config.verifier_function.{index}", name, "no such verifier", hint)
 
 
-@_rule("rl_config.verifier_function", "rl_config.rule_reward")
+@rule("rl_config.verifier_function", "rl_config.rule_reward")
 def verifiers_are_given_once(cfg: Config) -> Found:
     names = cfg.rl_config.verifier_function
     if not names:
@@ -411,7 +325,7 @@ def verifiers_are_given_once(cfg: Config) -> Found:
         yield Violation("rl_config.verifier_function", names, "names a verifier twice", hint)
 
 
-@_rule("rl_config.verifier_function", "rl_config.verifier_weight")
+@rule("rl_config.verifier_function", "rl_config.verifier_weight")
 def one_weight_per_verifier(cfg: Config) -> Found:
     names, weights = cfg.rl_config.verifier_function, cfg.rl_config.verifier_weight
     if len(names) != len(weights):
@@ -419,7 +333,7 @@ def one_weight_per_verifier(cfg: Config) -> Found:
         yield Violation("rl_config.verifier_weight", weights, message, f"for example {[1.0] * len(names)}")
 
 
-@_rule("rl_config.verifier_function", "rl_config.custom_reward_function")
+@rule("rl_config.verifier_function", "rl_config.custom_reward_function")
 def custom_reward_is_complete(cfg: Config) -> Found:
     custom, path = cfg.rl_config.custom_reward_function, "rl_config.custom_reward_function"
     if "custom" in cfg.rl_config.verifier_function and custom is None:
@@ -433,7 +347,7 @@ def custom_reward_is_complete(cfg: Config) -> Found:
 # ---------------------------------------------------------------- logging
 
 
-@_rule("rl_config.use_wandb", *(f"rl_config.wandb_{key}" for key in ("project", "exp_name", "save_dir")))
+@rule("rl_config.use_wandb", *(f"rl_config.wandb_{key}" for key in ("project", "exp_name", "save_dir")))
 def wandb_keys_are_used(cfg: Config) -> Found:
     for key in ("wandb_project", "wandb_exp_name", "wandb_save_dir"):
         value = getattr(cfg.rl_config, key)
@@ -441,7 +355,7 @@ def wandb_keys_are_used(cfg: Config) -> Found:
             yield Violation(f"rl_config.{key}", value, "is set, but use_wandb = False", "set use_wandb: true")
 
 
-@_rule("rl_config.use_wandb", "rl_config.use_swanlab", "rl_config.use_mlflow")
+@rule("rl_config.use_wandb", "rl_config.use_swanlab", "rl_config.use_mlflow")
 def trackers_are_installed(cfg: Config) -> Found:
     for package in ("wandb", "swanlab", "mlflow"):
         if getattr(cfg.rl_config, f"use_{package}") and importlib.util.find_spec(package) is None:
@@ -452,7 +366,7 @@ def trackers_are_installed(cfg: Config) -> Found:
 # ---------------------------------------------------------------- devices
 
 
-@_rule("device", "actor.bf16", "generate_config.dtype")
+@rule("device", "actor.bf16", "generate_config.dtype")
 def cpu_computes_in_float32(cfg: Config) -> Found:
     if cfg.device != "cpu":
         return
@@ -488,5 +402,4 @@ _refuse("generate_config.infer_expert_parallel_size", 1, _LATER)
 _refuse("generate_config.enable_expert_parallel", False, _LATER)
 _refuse("generate_config.torchair_graph", False, f"{_LATER}: it needs device npu and a DeepSeek-V3 model")
 _refuse("generate_config.num_scheduler_steps", 1, "vLLM's V1 engine schedules at every step and has no such setting")
-_refuse("rl_config.use_integrated_worker", True, f"{_LATER}: every device holds actor, reference and rollout")
 _refuse("rl_config.rule_reward", True, f"{_LATER}: reward models are not built, rewards come from rules")

@@ -129,7 +129,9 @@ class CustomRewardConfig(Section):
 class RLConfig(Section):
     """Keys of `rl_config`."""
 
-    use_integrated_worker: Switch = Field(True, description="actor, reference and rollout share each device")
+    use_integrated_worker: Switch = Field(
+        True, description="actor, reference and rollout share each device; false: rollout has devices of its own"
+    )
     blocking: Switch = Field(False, description="true: stages in turn; false: scoring starts while others generate")
     guarantee_order: Switch = Field(True, description="TransferDock hands rows out in data-set order")
     shuffle_mini_batch: Switch = Field(
@@ -169,7 +171,12 @@ class RLConfig(Section):
         "mini-batch holds never changes",
     )
     # resources
-    actor_resource: ResourceConfig = Field(ResourceConfig(), description="devices of actor, reference and rollout")
+    actor_resource: ResourceConfig = Field(
+        ResourceConfig(), description="devices of actor and reference, and of rollout with use_integrated_worker"
+    )
+    rollout_resource: ResourceConfig | None = Field(
+        None, description="devices of rollout with use_integrated_worker: false"
+    )
     num_cpus_for_local_task: NonNegative = Field(1.0, description="CPUs Ray reserves for each local (CPU) actor")
     start_timeout_minutes: Annotated[float, Field(gt=0)] = Field(30, description="deadline for start-up")
     stage_timeout_minutes: Annotated[float, Field(gt=0)] = Field(60, description="deadline for one stage of a step")

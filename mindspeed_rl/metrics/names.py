@@ -66,6 +66,9 @@ METRICS: dict[str, MetricInfo] = {
     "timing/adv": MetricInfo("max", "s", "advantages"),
     "timing/update": MetricInfo("max", "s", "all optimizer steps of the iteration"),
     "timing/resharding_to_infer": MetricInfo("max", "s", "weights from training to rollout"),
+    "timing/export_weights": MetricInfo(
+        "max", "s", "weights from training to host memory, for rollout apart from it"
+    ),
     "timing/resharding_to_train": MetricInfo("max", "s", "memory from rollout back to training"),
     "timing/offload": MetricInfo("max", "s", "moves between device and host memory"),
     "timing/save": MetricInfo("max", "s", "checkpoint"),

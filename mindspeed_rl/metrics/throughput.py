@@ -33,20 +33,24 @@ def tokens_per_second_per_device(tokens: float, seconds: float, devices: int) ->
 
 
 def step_throughput(
-    prompt_tokens: int, response_tokens: int, longest_response: int, devices: int, seconds: Mapping[str, float]
+    prompt_tokens: int,
+    response_tokens: int,
+    longest_response: int,
+    devices: Mapping[str, int],
+    seconds: Mapping[str, float],
 ) -> dict[str, float]:
     """Throughput of one iteration; tokens are those of all its samples, a prompt once for each of its responses.
 
-    - `throughput/total` (`e2e_tps`): (prompt + response tokens) / (timing/all · devices)
-    - `throughput/update` (`update_tps`): (prompt + response tokens) / (timing/update · devices)
-    - `throughput/generated` (`vllm_tps`): response tokens / (timing/rollout · devices)
+    - `throughput/total` (`e2e_tps`): (prompt + response tokens) / (timing/all · all devices)
+    - `throughput/update` (`update_tps`): (prompt + response tokens) / (timing/update · devices that train)
+    - `throughput/generated` (`vllm_tps`): response tokens / (timing/rollout · devices that generate)
     - `throughput/longest_sample`: tokens of the longest response / timing/rollout
 
     Args:
         prompt_tokens: tokens of all samples' prompts.
         response_tokens: tokens of all responses.
         longest_response: tokens of the longest response.
-        devices: devices that took part.
+        devices: devices that take part in each stage: "all", "update", "rollout".
         seconds: `timing/*` metrics of the step; a rate whose time is missing is left out.
 
     Raises:
@@ -54,9 +58,9 @@ def step_throughput(
     """
     total = prompt_tokens + response_tokens
     rates = {
-        "throughput/total": ("timing/all", total, devices),
-        "throughput/update": ("timing/update", total, devices),
-        "throughput/generated": ("timing/rollout", response_tokens, devices),
+        "throughput/total": ("timing/all", total, devices["all"]),
+        "throughput/update": ("timing/update", total, devices["update"]),
+        "throughput/generated": ("timing/rollout", response_tokens, devices["rollout"]),
         "throughput/longest_sample": ("timing/rollout", longest_response, 1),
     }
     return {

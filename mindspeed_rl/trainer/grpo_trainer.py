@@ -18,8 +18,8 @@ from mindspeed_rl.metrics.loggers import MetricLogger
 from mindspeed_rl.trainer.inputs import Inputs
 from mindspeed_rl.trainer.report import StepReport
 from mindspeed_rl.transfer_dock.spec import TransferDock
-from mindspeed_rl.workers.group import WorkerGroup, flatten, wait
-from mindspeed_rl.workers.stages import scoring_stages
+from mindspeed_rl.workers.fleet import Fleet
+from mindspeed_rl.workers.group import Call
 
 
 class GRPOTrainer:
@@ -28,7 +28,7 @@ class GRPOTrainer:
     Args:
         config: the run's configuration.
         inputs: data, layout, checkpoints: what the run reads and where it goes on.
-        workers: the integrated workers, started.
+        fleet: the workers, started.
         reward: handle of the reward worker (a Ray actor).
         dock: the sample plane between all of them.
         loggers: where metrics go.
@@ -38,14 +38,15 @@ class GRPOTrainer:
         self,
         config: Config,
         inputs: Inputs,
-        workers: WorkerGroup,
+        fleet: Fleet,
         reward: Any,
         dock: TransferDock,
         loggers: Sequence[MetricLogger],
     ):
         self.config, self.rl = config, config.rl_config
         self.inputs, self.layout, self.sampler, self.store = inputs, inputs.layout, inputs.sampler, inputs.store
-        self.workers, self.reward, self.dock, self.loggers = workers, reward, dock, loggers
+        self.fleet, self.reward, self.dock, self.loggers = fleet, reward, dock, loggers
+        self.watch = fleet.watch
         self.kl_controller = make_kl_controller(self.rl)
         self.iteration = inputs.completed  # the next one to run, counted from 0; users see steps, counted from 1
         if inputs.state is not None:
@@ -65,18 +66,18 @@ class GRPOTrainer:
     def _train_iteration(self, kl_coef: float) -> StepReport:
         report = StepReport(self.config, self.layout, self.inputs.model)
         self._put_prompts()
-        report.add(self._run("resharding_to_infer", "enter_rollout"))
+        report.add(self.fleet.sync_weights(self.iteration))
         if self.rl.blocking:
-            report.add(self._run("rollout", "generate", self.iteration))
-            report.add(self._wait("reward", self._start_rewards("score")))
-            for stage in scoring_stages(self.config):
-                report.add(self._run(stage, "score", self.iteration, stage))
-            report.add(self._wait("advantage", self._start_rewards("compute_advantages")))
+            report.add(self.watch.wait(self.fleet.generate(self.iteration)))
+            report.add(self.watch.wait([self._start_reward("score")]))
+            report.add(self.watch.wait(self.fleet.score(self.iteration)))
+            report.add(self.watch.wait([self._start_reward("compute_advantages")]))
         else:
-            stages = self._start_rewards("score", "compute_advantages")
-            stages |= self.workers.start("generate_and_score", self.iteration)
-            report.add(self._wait("rollout and scoring", stages))
-        report.add(self._run("update", "update", self.iteration, kl_coef))
+            futures = [self._start_reward("score"), self._start_reward("compute_advantages")]
+            futures += self.fleet.generate(self.iteration)
+            futures += self.fleet.score(self.iteration)
+            report.add(self.watch.wait(futures))
+        report.add(self.watch.wait(self.fleet.update(self.iteration, kl_coef)))
         self.kl_controller.update(report.kl, self.layout.sequences_per_iteration)
         self.dock.clear(self.iteration)
         return report
@@ -98,14 +99,9 @@ class GRPOTrainer:
         }
         self.dock.put(self.iteration, rows, columns)
 
-    def _run(self, stage: str, method: str, *args: Any) -> list[Any]:
-        return self.workers.run(stage, self.iteration + 1, method, *args)
-
-    def _start_rewards(self, *methods: str) -> dict[Any, int]:
-        return {getattr(self.reward, method).remote(self.iteration): -1 for method in methods}
-
-    def _wait(self, stage: str, futures: dict[Any, int]) -> list[Any]:
-        return flatten(wait(futures, stage, self.iteration + 1, self.rl.stage_timeout_minutes))
+    def _start_reward(self, method: str) -> Any:
+        future = getattr(self.reward, method).remote(self.iteration)
+        return self.watch.add(future, Call(-1, method, self.iteration + 1))
 
     def _log(self, report: StepReport, kl_coef: float) -> None:
         waited = self.dock.stats()["wait_seconds"]
@@ -128,7 +124,7 @@ class GRPOTrainer:
         if self.store and due:
             start = time.perf_counter()
             self.store.begin(self.iteration)
-            self.workers.run("save", self.iteration, "save", str(self.store.root), self.iteration)
+            self.watch.wait(self.fleet.save(str(self.store.root), self.iteration))
             self.store.commit(self.iteration, self.state_dict())
             report.seconds["save"] = time.perf_counter() - start
 

@@ -25,7 +25,7 @@ from mindspeed_rl.trainer.grpo_trainer import GRPOTrainer
 from mindspeed_rl.trainer.inputs import Inputs, prepare, stop_tokens
 from mindspeed_rl.trainer.run_folder import RunFolder, default_run_name
 from mindspeed_rl.transfer_dock.ray_dock import RayTransferDock
-from mindspeed_rl.workers.group import WorkerGroup
+from mindspeed_rl.workers.fleet import make_fleet
 from mindspeed_rl.workers.reward_worker import RewardWorker
 from mindspeed_rl.workers.stages import dock_spec
 
@@ -68,16 +68,14 @@ def _train(config: Config, inputs: Inputs, folder: RunFolder, stack: ExitStack) 
     reward_actor: Any = ray.remote(RewardWorker).options(num_cpus=cpus, max_concurrency=3)
     reward = reward_actor.remote(config, layout, inputs.tokenizer, dock, folder.logs)
     stack.callback(_close, reward)
-    workers = WorkerGroup(config, layout, inputs.model, device, folder.logs)
-    stack.callback(workers.kill)
-    stops = stop_tokens(inputs.tokenizer, inputs.source.hf_folder)
-    arguments = (workers.address(), dock, inputs.source, stops)
-    workers.run("start", 0, "start", *arguments, timeout_minutes=config.rl_config.start_timeout_minutes)
-    logger.info("%d workers are up on %s", layout.world, device.name)
+    fleet = make_fleet(config, layout, inputs.model, device, folder.logs)
+    stack.callback(fleet.kill)
+    fleet.start(dock, inputs.source, stop_tokens(inputs.tokenizer, inputs.source.hf_folder))
+    logger.info("%d workers are up on %s", layout.devices, device.name)
     loggers = make_loggers(config.rl_config, folder.path, config.actor.train_iters)
     for each in loggers:
         stack.callback(each.close)
-    GRPOTrainer(config, inputs, workers, reward, dock, loggers).fit()
+    GRPOTrainer(config, inputs, fleet, reward, dock, loggers).fit()
 
 
 def _close(reward: Any) -> None:
@@ -96,7 +94,7 @@ def _ray(config: Config, layout: Layout) -> Iterator[None]:
     address = _cluster_address(config)
     local = int(2 * config.rl_config.num_cpus_for_local_task + 1)
     # on a small machine Ray must not wait for cores: its counts are for placement, they reserve nothing
-    cpus = None if address else max(os.cpu_count() or 1, layout.world + local)
+    cpus = None if address else max(os.cpu_count() or 1, layout.devices + local)
     paths = [str(Path(__file__).resolve().parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
     try:
         ray.init(
@@ -125,9 +123,11 @@ def _device(config: Config, layout: Layout) -> Device:
     if kind == "auto":
         kind = "npu" if resources.get("NPU") else "cuda" if resources.get("GPU") else "cpu"
     device = make_device(kind, here=False)
-    found = resources.get(device.ray_resource, 0) if device.ray_resource else layout.world
-    if found < layout.world:
+    found = resources.get(device.ray_resource, 0) if device.ray_resource else layout.devices
+    if found < layout.devices:
         message = f"the cluster has {found:g} {device.ray_resource} devices"
+        if not layout.integrated:
+            message += f", and rollout takes {layout.rollout_world} more"
         raise ConfigError(
             [Violation("rl_config.actor_resource.num_npus", layout.world, message, "use fewer, or add nodes")]
         )

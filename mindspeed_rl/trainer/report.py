@@ -14,6 +14,8 @@ from mindspeed_rl.metrics.throughput import model_flops_utilisation, stage_secon
 from mindspeed_rl.workers.context import WorkerReport
 from mindspeed_rl.workers.reward_worker import RewardReport
 
+REWARD = -1  # stands for the reward worker where others have a rank
+
 
 class StepReport:
     """One step: add reports as stages end, then `finalize`."""
@@ -26,13 +28,13 @@ class StepReport:
         self.samples: list[dict[str, Any]] = []
         self.sequence_lengths: list[int] = []
         self.peak_flops: float | None = None
-        self._rank_seconds: dict[int, dict[str, float]] = {}  # rank (-1: reward worker) -> stage -> seconds
+        self._rank_seconds: dict[int, dict[str, float]] = {}  # rank, or REWARD -> stage -> seconds
 
     def add(self, reports: Iterable[WorkerReport | RewardReport]) -> None:
         """Add what ranks or the reward worker said about a stage."""
         for report in reports:
             self.metrics.merge(report.metrics)
-            rank = report.rank if isinstance(report, WorkerReport) else -1
+            rank = report.rank if isinstance(report, WorkerReport) else REWARD
             seconds = self._rank_seconds.setdefault(rank, {})
             for stage, value in report.seconds.items():
                 seconds[stage] = seconds.get(stage, 0.0) + value
@@ -76,9 +78,10 @@ class StepReport:
         responses = int(self.metrics["response_length/total"].value)
         prompts = int(self.metrics["prompt_length/total"].value)
         longest = int(result["response_length/max"])
-        rates = step_throughput(prompts, responses, longest, self.layout.world, seconds)
+        devices = {"all": self.layout.devices, "update": self.layout.world, "rollout": self.layout.rollout_world}
+        rates = step_throughput(prompts, responses, longest, devices, seconds)
         if self.peak_flops:
             flops = self.config.rl_config.epochs * train_flops(self.model, self.sequence_lengths)
-            update, devices = seconds["timing/update"], self.layout.world
-            rates["throughput/mfu"] = model_flops_utilisation(flops, update, devices, self.peak_flops)
+            update = seconds["timing/update"]
+            rates["throughput/mfu"] = model_flops_utilisation(flops, update, devices["update"], self.peak_flops)
         return rates

@@ -1,4 +1,4 @@
-"""What the roles of one rank share, and how a rank gets it."""
+"""What every worker has, whatever its roles: its place in the run, its device, and the dock."""
 
 from __future__ import annotations
 
@@ -9,11 +9,14 @@ import socket
 from dataclasses import dataclass, field
 from datetime import timedelta
 
+import ray
 import torch.distributed as dist
 
+from mindspeed_rl.common.logging import setup_logging
 from mindspeed_rl.common.metric import MetricSet
 from mindspeed_rl.common.timing import Timings
 from mindspeed_rl.config.layout import Layout
+from mindspeed_rl.config.model import ModelConfig
 from mindspeed_rl.config.schema import Config
 from mindspeed_rl.device.base import Device
 from mindspeed_rl.device.select import make_device
@@ -26,7 +29,7 @@ logger = logging.getLogger(__name__)
 class WorkerReport:
     """What one rank says about one stage."""
 
-    rank: int
+    rank: int  # its number in the run
     seconds: dict[str, float]  # stage -> wall-clock seconds
     metrics: MetricSet = field(default_factory=MetricSet)
     peak_memory_bytes: int = 0  # on the device, since the run started
@@ -47,9 +50,10 @@ class Source:
 
 @dataclass(frozen=True)
 class Context:
-    """One rank's place in the run: its number among the ranks of its world, its device, and the dock."""
+    """A worker's place in the run. Ranks are counted within a world (the ranks that share collectives)."""
 
     rank: int
+    number: int  # among all workers of the run: those of rollout apart from training come after the training ranks
     config: Config
     layout: Layout
     device: Device
@@ -68,7 +72,7 @@ class Context:
     def report(self, timings: Timings, metrics: MetricSet | None = None) -> WorkerReport:
         """What this rank says about a stage, with the memory it has taken so far."""
         return WorkerReport(
-            self.rank,
+            self.number,
             timings.seconds,
             metrics or MetricSet(),
             peak_memory_bytes=self.device.max_memory_allocated(),
@@ -77,23 +81,38 @@ class Context:
         )
 
 
-def free_address() -> str:
-    """`host:port` on which this process can be reached."""
-    import ray
+class Worker:
+    """A Ray actor that owns one device, as one rank of a world. Methods of its subclasses are stages of a step.
 
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return f"{ray.util.get_node_ip_address()}:{probe.getsockname()[1]}"
+    Args:
+        rank: in its world.
+        number: among all workers of the run.
+        config: the run's configuration.
+        layout: its parallel layout.
+        model: shape of the model.
+        log_folder: where the log of this process goes.
+    """
 
+    def __init__(self, rank: int, number: int, config: Config, layout: Layout, model: ModelConfig, log_folder: str):
+        setup_logging(log_folder, f"rank_{number:05d}", capture=True)
+        self.rank, self.number, self.config, self.layout, self.model = rank, number, config, layout, model
 
-def join_world(address: str, rank: int, world: int, config: Config, layout: Layout, dock: TransferDock) -> Context:
-    """Take this process's device and join the `world` ranks whose rank 0 is at `address`."""
-    device = make_device(config.device)
-    device.install()
-    device.select(0)  # Ray shows each worker its own device only
-    logger.info("%s of %d visible, %.1f GiB", device.name, device.count(), device.total_memory() / 2**30)
-    host, port = address.rsplit(":", 1)
-    os.environ.update(MASTER_ADDR=host, MASTER_PORT=port, RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK="0")
-    context = Context(rank, config, layout, device, dock)
-    dist.init_process_group(device.collectives_backend, timeout=timedelta(minutes=context.collective_minutes))
-    return context
+    def address(self) -> str:
+        """`host:port` on which this process can be reached."""
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            return f"{ray.util.get_node_ip_address()}:{probe.getsockname()[1]}"
+
+    def join(self, address: str, world: int, dock: TransferDock) -> None:
+        """Take this process's device and join the `world` ranks whose rank 0 is at `address`."""
+        device = make_device(self.config.device)
+        device.install()
+        device.select(0)  # Ray shows each worker its own device only
+        logger.info("%s of %d visible, %.1f GiB", device.name, device.count(), device.total_memory() / 2**30)
+        host, port = address.rsplit(":", 1)
+        os.environ.update(
+            MASTER_ADDR=host, MASTER_PORT=port, RANK=str(self.rank), WORLD_SIZE=str(world), LOCAL_RANK="0"
+        )
+        self.context = Context(self.rank, self.number, self.config, self.layout, device, dock)
+        minutes = self.context.collective_minutes
+        dist.init_process_group(device.collectives_backend, timeout=timedelta(minutes=minutes))

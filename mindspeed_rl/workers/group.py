@@ -1,9 +1,10 @@
-"""Starts the workers of a run and watches over them: the first failure ends every wait, by name."""
+"""Ray actors that form one world, and watching over calls: the first failure ends every wait, by name."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import ray
@@ -14,47 +15,74 @@ from mindspeed_rl.config.layout import Layout
 from mindspeed_rl.config.model import ModelConfig
 from mindspeed_rl.config.schema import Config
 from mindspeed_rl.device.base import Device
-from mindspeed_rl.workers.integrated_worker import IntegratedWorker
+from mindspeed_rl.workers.context import Worker
 
 
-def wait(futures: Mapping[ray.ObjectRef, int], stage: str, step: int, timeout_minutes: float) -> dict[int, list[Any]]:
-    """Results of `futures` by rank, in the order given.
+@dataclass(frozen=True)
+class Call:
+    """What a future stands for: a stage of a step, on a worker (other actors: `WorkerFailed.NOT_RANKS`)."""
 
-    Raises:
-        WorkerFailed: one of them failed or the deadline passed. Which rank, stage and step is in the message.
-        MindSpeedRLError: a worker raised an error that a user can act on; its message is kept.
+    rank: int
+    stage: str
+    step: int
+
+
+class Watch:
+    """All calls in progress. Who waits for some of them hears of the first failure of any.
+
+    Args:
+        timeout_minutes: deadline of a wait, unless told otherwise.
     """
-    deadline = time.monotonic() + 60 * timeout_minutes
-    pending = list(futures)
-    while pending:
-        done, pending = ray.wait(pending, num_returns=1, timeout=max(0.0, deadline - time.monotonic()))
-        if not done:
-            rank = futures[pending[0]]
-            raise WorkerFailed(rank, stage, step, f"not finished after {timeout_minutes:g} minutes")
-        for future in done:
-            _raise_failure(future, futures[future], stage, step)
-    results: dict[int, list[Any]] = {}
-    for future, rank in futures.items():
-        results.setdefault(rank, []).append(ray.get(future))
-    return results
+
+    def __init__(self, timeout_minutes: float):
+        self.timeout_minutes = timeout_minutes
+        self._calls: dict[ray.ObjectRef, Call] = {}
+
+    def add(self, future: ray.ObjectRef, call: Call) -> ray.ObjectRef:
+        """Watch over a call from now on."""
+        self._calls[future] = call
+        return future
+
+    def wait(self, futures: Sequence[ray.ObjectRef], timeout_minutes: float | None = None) -> list[Any]:
+        """Results of `futures`, in their order.
+
+        Raises:
+            WorkerFailed: a call failed, one of these or another, or the deadline passed; names rank, stage and step.
+            MindSpeedRLError: a worker raised an error that a user can act on; its message is kept.
+        """
+        timeout_minutes = timeout_minutes or self.timeout_minutes
+        deadline = time.monotonic() + 60 * timeout_minutes
+        while pending := [future for future in futures if future in self._calls]:
+            done, _ = ray.wait(list(self._calls), timeout=max(0.0, deadline - time.monotonic()))
+            if not done:
+                call = self._calls[pending[0]]
+                reason = f"not finished after {timeout_minutes:g} minutes"
+                raise WorkerFailed(call.rank, call.stage, call.step, reason)
+            for future in done:
+                _raise_failure(future, self._calls.pop(future))
+        return [ray.get(future) for future in futures]
 
 
-def _raise_failure(future: ray.ObjectRef, rank: int, stage: str, step: int) -> None:
+def _raise_failure(future: ray.ObjectRef, call: Call) -> None:
     try:
         ray.get(future)
     except RayActorError as error:
-        reason = str(error).splitlines()[0]
-        raise WorkerFailed(rank, stage, step, f"its process died ({reason})") from error
+        reason = f"its process died ({str(error).splitlines()[0]})"
+        raise WorkerFailed(call.rank, call.stage, call.step, reason) from error
     except RayTaskError as error:
         if isinstance(error.cause, MindSpeedRLError):
             raise error.cause from error
-        raise WorkerFailed(rank, stage, step, f"{error.cause!r}\n{error}") from error
+        raise WorkerFailed(call.rank, call.stage, call.step, f"{error.cause!r}\n{error}") from error
 
 
 class WorkerGroup:
-    """The integrated workers, one for each device.
+    """The ranks of one world, an actor and a device each.
 
     Args:
+        worker: class of the actors.
+        world: number of ranks.
+        first: number of rank 0 among all workers of the run.
+        watch: what watches over their calls.
         config: the run's configuration.
         layout: its parallel layout.
         model: shape of the model.
@@ -62,41 +90,44 @@ class WorkerGroup:
         log_folder: where the workers' logs go.
     """
 
-    def __init__(self, config: Config, layout: Layout, model: ModelConfig, device: Device, log_folder: str):
-        self.config = config
+    def __init__(
+        self,
+        worker: type[Worker],
+        world: int,
+        first: int,
+        watch: Watch,
+        config: Config,
+        layout: Layout,
+        model: ModelConfig,
+        device: Device,
+        log_folder: str,
+    ):
+        self.world, self.first, self.watch, self.config = world, first, watch, config
         resources = {device.ray_resource: 1.0} if device.ray_resource not in (None, "GPU") else {}
-        actor = ray.remote(IntegratedWorker).options(
+        actor: Any = ray.remote(worker).options(
             num_cpus=1,
             num_gpus=1 if device.ray_resource == "GPU" else 0,
             resources=resources,
-            runtime_env={"env_vars": device.worker_environment(layout.world)},
+            runtime_env={"env_vars": device.worker_environment(layout.devices)},
         )
         self.workers: list[Any] = [
-            actor.remote(rank, config, layout, model, log_folder) for rank in range(layout.world)
+            actor.remote(rank, first + rank, config, layout, model, log_folder) for rank in range(world)
         ]
 
-    def start(self, method: str, *args: Any) -> dict[ray.ObjectRef, int]:
-        """Call `method` on every rank without waiting: future -> rank."""
-        return {getattr(worker, method).remote(*args): rank for rank, worker in enumerate(self.workers)}
-
-    def run(self, stage: str, step: int, method: str, *args: Any, timeout_minutes: float | None = None) -> list[Any]:
-        """Call `method` on every rank and wait: one result a rank, in rank order."""
-        timeout = timeout_minutes or self.config.rl_config.stage_timeout_minutes
-        results = wait(self.start(method, *args), stage, step, timeout)
-        return [results[rank][0] for rank in sorted(results)]
+    def start(self, stage: str, step: int, method: str, *args: Any) -> list[ray.ObjectRef]:
+        """Call `method` on every rank without waiting: a future a rank, in rank order."""
+        return [
+            self.watch.add(getattr(worker, method).remote(*args), Call(self.first + rank, stage, step))
+            for rank, worker in enumerate(self.workers)
+        ]
 
     def address(self) -> str:
         """Where rank 0 can be reached: `host:port`."""
-        minutes = self.config.rl_config.start_timeout_minutes
         future = self.workers[0].address.remote()
-        return wait({future: 0}, "start (waiting for a device)", 0, minutes)[0][0]
+        self.watch.add(future, Call(self.first, "start (waiting for a device)", 0))
+        return self.watch.wait([future], self.config.rl_config.start_timeout_minutes)[0]
 
     def kill(self) -> None:
         """End every worker process at once."""
         for worker in self.workers:
             ray.kill(worker)
-
-
-def flatten(results: Mapping[int, Sequence[Any]]) -> list[Any]:
-    """All results of `wait`, rank by rank."""
-    return [result for rank in sorted(results) for result in results[rank]]

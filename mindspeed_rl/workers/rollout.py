@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Rollout:
-    """Generates its rollout replica's share of every iteration. Its engine sleeps at first, and has no weights yet.
+    """Generates its rollout replica's share of every iteration. Its engine has no weights yet.
 
     Args:
         context: this rank's place in the run.
@@ -37,29 +37,26 @@ class Rollout:
         self.engine: GenerationEngine = VllmEngine(
             self.config.generate_config, hf_folder, self.device, seed, stop_tokens
         )
-        self.engine.sleep()
 
-    def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Take new weights, given under their Hugging Face names."""
-        self.engine.wake_up("weights")
-        self.engine.update_weights(weights)
+    def claim(self, iteration: int) -> list[Claim]:
+        """Wait for prompts of the iteration; empty once all of this replica's share are answered."""
+        return self.group.share(lambda: self._claim_prompts(iteration))
 
-    def generate(self, iteration: int) -> None:
-        """Generate this replica's share of the iteration's responses."""
-        for _ in self.steps(iteration):
+    def generate(self, iteration: int, claims: list[Claim] | None = None) -> None:
+        """Generate this replica's share of the iteration's responses, of which it may hold `claims` already."""
+        for _ in self.steps(iteration, claims):
             pass
 
-    def steps(self, iteration: int) -> Iterator[bool]:
+    def steps(self, iteration: int, claims: list[Claim] | None = None) -> Iterator[bool]:
         """The same, a step of the engine at a time; finished groups go to the dock."""
         from mindspeed_rl.engine.base import GenerationRequest
 
         if not self.config.generate_config.per_request_seed:
             # the engine draws from the process's generator: from here on as a resumed run would
             self.device.manual_seed(self._seed(iteration, self.replica))
-        while True:
-            claims = self.group.share(lambda: self._claim_prompts(iteration))
-            if not claims:
-                return
+        if claims is None:
+            claims = self.claim(iteration)
+        while claims:
             requests = [
                 GenerationRequest(row, prompt, self._request_seed(iteration, row))
                 for claim in claims
@@ -81,6 +78,7 @@ class Rollout:
             if self.group.is_leader:
                 for claim in claims:
                     self.dock.ack(claim)
+            claims = self.claim(iteration)
 
     def _claim_prompts(self, iteration: int) -> list[Claim]:
         """All that is ready for this rollout replica: the engine must not run dry at a mini-batch's end."""

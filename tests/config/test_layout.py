@@ -1,8 +1,10 @@
 """Layout arithmetic against definitions, exhaustively for small worlds; the memory estimate against sums by hand."""
 
+import io
 import itertools
 
 import pytest
+from rich.console import Console
 
 from mindspeed_rl.config.compose import load_config
 from mindspeed_rl.config.files import resolve_model
@@ -15,6 +17,7 @@ from mindspeed_rl.config.memory import (
     logit_bytes,
     stage_parameters,
 )
+from mindspeed_rl.config.report import print_report
 
 
 def make_layout(tp: int, pp: int, dp: int, infer_tp: int) -> Layout:
@@ -84,6 +87,32 @@ def test_layout_of_the_7b_run():
     assert (layout.world, layout.tp, layout.pp, layout.dp) == (8, 4, 1, 2)
     assert (layout.infer_tp, layout.rollout_replicas) == (4, 2)
     assert layout.sequences_per_iteration == cfg.actor.global_batch_size * cfg.rl_config.n_samples_per_prompt
+
+
+SEPARATE = ("rl_config.use_integrated_worker=false", "rl_config.rollout_resource={num_npus: 6}")
+
+
+def test_rollout_on_devices_of_its_own():
+    infer_tp = "generate_config.infer_tensor_parallel_size=2"
+    layout = derive_layout(load_config("grpo_trainer_tiny_cpu", [*SEPARATE, infer_tp])[0])
+    assert (layout.world, layout.dp, layout.rollout_world, layout.devices) == (2, 2, 6, 8)
+    assert layout.rollout_engines() == [(0, 1), (2, 3), (4, 5)]
+    shared = derive_layout(load_config("grpo_trainer_tiny_cpu", [infer_tp])[0])
+    assert (shared.world, shared.rollout_world, shared.devices) == (2, 2, 2)
+
+
+def test_a_device_of_one_role_holds_nothing_of_the_other():
+    cfg, model, layout = loaded("grpo_trainer_tiny_cpu", *SEPARATE)
+    memory = estimate_memory(cfg, model, layout)
+    assert memory.training_kept == 0
+    assert memory.generating == memory.rollout_weights + memory.kv_full
+    console = Console(file=io.StringIO(), width=120)
+    print_report(cfg, console)
+    text = console.file.getvalue()
+    for part in ("Training ranks", "Rollout ranks", "rl_config.rollout_resource.num_npus"):
+        assert part in text
+    for part in ("resharding cells", "kept while generating"):
+        assert part not in text
 
 
 def loaded(name: str, *overrides: str):

@@ -15,6 +15,16 @@ from mindspeed_rl.config.rules import RULES, check
 CONFIGS = Path(__file__).parents[2] / "configs"
 BASE = "grpo_trainer_qwen25_7b"  # 8 devices, TP 4, DP 2, rollout TP 4; 28 heads, 4 groups, 28 layers
 
+# rollout on 4 further devices
+SEPARATE = [
+    "rl_config.use_integrated_worker=false",
+    "rl_config.rollout_resource={num_npus: 4}",
+    *(
+        f"generate_config.offload_{part}=false"
+        for part in ("train_optimizer", "train_grad", "train_param", "reference")
+    ),
+]
+
 # micro-batches by tokens, and none of the sizes that the preset sets
 DYNAMIC = [
     "rl_config.use_dynamic_bsz=true",
@@ -53,6 +63,14 @@ EXAMPLES = {
     "world_holds_rollout_layout": (
         ["generate_config.infer_tensor_parallel_size=7"],
         "generate_config.infer_tensor_parallel_size", 7, "num_npus = 8", "possible: 2, 4, 8",
+    ),
+    "rollout_has_devices": (
+        [*SEPARATE, "rl_config.rollout_resource=null"],
+        "rl_config.rollout_resource", None, "devices of its own", "rollout_resource: {num_npus: …}",
+    ),
+    "offload_makes_room_for_rollout": (
+        [*SEPARATE, "generate_config.offload_train_grad=true"],
+        "generate_config.offload_train_grad", True, "makes room for rollout", "set it to false",
     ),
     "training_tp_divides_model": (
         ["actor_config.tensor_model_parallel_size=8"],
@@ -198,10 +216,6 @@ EXAMPLES = {
         ["generate_config.num_scheduler_steps=8"],
         "generate_config.num_scheduler_steps", 8, "V1 engine", "set it to 1",
     ),
-    "refuse_use_integrated_worker": (
-        ["rl_config.use_integrated_worker=false"],
-        "rl_config.use_integrated_worker", False, "not supported by this version", "set it to true",
-    ),
     "refuse_rule_reward": (
         ["rl_config.rule_reward=false"],
         "rl_config.rule_reward", False, "reward models are not built", "set it to true",
@@ -255,6 +269,7 @@ def test_rules_read_the_keys_they_declare():
         ["run_name=.hidden"],
         DYNAMIC,
         [*DYNAMIC, "rl_config.max_packing_token_size=4096"],
+        SEPARATE,
         ["rl_config.verifier_function=[acc,custom]", "+rl_config.custom_reward_function={path: reward.py}"],
     ],
     ids=lambda overrides: overrides[0],
@@ -280,6 +295,19 @@ def test_no_verifier_and_one_unlike_any_are_refused(names, path, message):
     found = violations_of(f"rl_config.verifier_function={names}", name=BASE)
     (violation,) = [v for v in found if v.path == path]
     assert message in str(violation)
+
+
+def test_devices_of_rollout_are_for_rollout_apart_from_training():
+    (violation,) = violations_of("rl_config.rollout_resource={num_npus: 4}")
+    assert (violation.path, violation.value) == ("rl_config.rollout_resource.num_npus", 4)
+    assert "use_integrated_worker: false" in violation.suggestion
+
+
+def test_rollout_apart_divides_its_own_devices():
+    (violation,) = violations_of(*SEPARATE, "rl_config.rollout_resource.num_npus=6")
+    assert (violation.path, violation.value) == ("generate_config.infer_tensor_parallel_size", 4)
+    assert "rl_config.rollout_resource.num_npus = 6" in violation.message
+    load_config(BASE, [*SEPARATE, "rl_config.actor_resource.num_npus=4", "rl_config.rollout_resource.num_npus=12"])
 
 
 def test_token_capped_micro_batches_need_their_cap():

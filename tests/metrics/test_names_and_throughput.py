@@ -95,16 +95,17 @@ def test_stage_seconds():
 
 def test_step_throughput_by_hand():
     seconds = {"timing/all": 10.0, "timing/update": 4.0, "timing/rollout": 2.0}
-    assert step_throughput(300, 500, 40, 2, seconds) == {
-        "throughput/total": 800 / 20,
-        "throughput/update": 800 / 8,
-        "throughput/generated": 500 / 4,
+    devices = {"all": 4, "update": 1, "rollout": 3}
+    assert step_throughput(300, 500, 40, devices, seconds) == {
+        "throughput/total": 800 / 40,
+        "throughput/update": 800 / 4,
+        "throughput/generated": 500 / 6,
         "throughput/longest_sample": 40 / 2,
     }
-    assert step_throughput(300, 500, 40, 2, {"timing/all": 10.0}) == {"throughput/total": 40.0}
-    for seconds, devices in ((0.0, 1), (1.0, 0)):
+    assert step_throughput(300, 500, 40, devices, {"timing/all": 10.0}) == {"throughput/total": 20.0}
+    for time, count in ((0.0, 1), (1.0, 0)):
         with pytest.raises(ValueError, match="both must be > 0"):
-            tokens_per_second_per_device(1, seconds, devices)
+            tokens_per_second_per_device(1, time, count)
 
 
 @pytest.mark.parametrize("untied", [True, False])

@@ -1,11 +1,9 @@
 """The whole thing as a user runs it: Ray, TransferDock, Megatron-core and vLLM, on two CPU ranks."""
 
-import json
 import os
 import re
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -14,83 +12,9 @@ import psutil
 import pytest
 from ray.cluster_utils import Cluster
 
-from examples.make_tiny_model import make_tiny_model
+from tests.support.runs import command, run, training
 
-ROOT = Path(__file__).resolve().parent.parent.parent
-# numbers that must be the same for runs that do the same: what training computed, not how long it took
-TRAINING = re.compile(r"(actor|reward|response_length|prompt_length|rollout)/.*")
 SAME_IN_FLOAT32 = 2e-5  # other kernels or another order of summation, after few steps of lr 1e-3
-
-
-@pytest.fixture(scope="module")
-def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a tiny model and 16 prompts."""
-    folder = tmp_path_factory.mktemp("inputs")
-    make_tiny_model(folder / "model")
-    rows = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(4) for b in range(4)]
-    (folder / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (folder / "rewards.py").write_text(VERIFIERS)
-    return folder
-
-
-VERIFIERS = '''
-"""Scores that depend on what was sampled; one that sometimes fails; one that never differs."""
-import math, os, time
-
-def overlap(prompt, response, label, **extra):
-    return sum(c.isdigit() for c in response) / 8 + float(label in response)
-
-def faulty(prompt, response, label, **extra):
-    if prompt == "0+0=":
-        return math.nan
-    if prompt == "0+1=":
-        os._exit(7)
-    if prompt == "0+2=":
-        time.sleep(3600)
-    if prompt == "0+3=":
-        raise RuntimeError("no score")
-    return 0.5
-'''
-
-
-def command(inputs: Path, output: Path, *overrides: str) -> list[str]:
-    return [
-        sys.executable,
-        str(ROOT / "cli" / "train_grpo.py"),
-        "--config-name=grpo_trainer_tiny_cpu",
-        f"output_dir={output}",
-        f"megatron_training.data_path={inputs}/data.jsonl",
-        f"megatron_training.tokenizer_name_or_path={inputs}/model",
-        "megatron_training.train_iters=2",
-        "megatron_training.global_batch_size=8",
-        "megatron_training.save_interval=1000",
-        f"actor_config.load={inputs}/model",
-        f"actor_config.save={output}/checkpoints",
-        "actor_config.micro_batch_size=4",
-        "actor_config.lr=1e-3",
-        "rl_config.mini_batch_size=4",
-        "rl_config.n_samples_per_prompt=4",
-        "rl_config.init_kl_coef=0.05",
-        "rl_config.entropy_coeff=0.01",
-        "rl_config.actor_forward_micro_batch_size=4",
-        "rl_config.ref_forward_micro_batch_size=4",
-        "rl_config.verifier_function=[custom]",
-        f"rl_config.custom_reward_function.path={inputs}/rewards.py",
-        "rl_config.custom_reward_function.name=overlap",
-        *overrides,
-    ]
-
-
-def run(inputs: Path, output: Path, *overrides: str, name: str = "run") -> list[dict[str, Any]]:
-    """Metrics of every step of a run that must succeed."""
-    arguments = command(inputs, output, *overrides, f"run_name={name}")
-    done = subprocess.run(arguments, capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    return [json.loads(line) for line in (output / name / "metrics.jsonl").read_text().splitlines()]
-
-
-def training(step: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in step.items() if TRAINING.fullmatch(name)}
 
 
 @pytest.fixture(scope="module")
@@ -128,8 +52,15 @@ def test_blocking_stages_train_the_same_bit_for_bit(
         ("actor_config.tensor_model_parallel_size=2",),
         ("actor_config.pipeline_model_parallel_size=2",),
         ("generate_config.infer_tensor_parallel_size=2",),
+        (
+            "rl_config.use_integrated_worker=false",
+            "rl_config.actor_resource.num_npus=1",
+            "rl_config.rollout_resource.num_npus=2",
+            "rl_config.blocking=true",
+            "generate_config.infer_tensor_parallel_size=2",
+        ),
     ],
-    ids=["TP2-to-TP1", "PP2-to-TP1", "DP2-to-TP2"],
+    ids=["TP2-to-TP1", "PP2-to-TP1", "DP2-to-TP2", "DP1-apart-from-TP2"],
 )
 def test_layouts_train_the_same(
     overrides: tuple[str, ...], inputs: Path, streaming: list[dict[str, Any]], tmp_path: Path

@@ -1,0 +1,55 @@
+"""What a rule is, and what rules share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+from mindspeed_rl.common.errors import Violation
+from mindspeed_rl.config.schema import Config
+
+Found = Iterator[Violation]
+WORLD = "rl_config.actor_resource.num_npus"
+TP, PP = "actor.tensor_model_parallel_size", "actor.pipeline_model_parallel_size"
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One rule: its name, the keys it reads, and the function that finds violations."""
+
+    name: str
+    keys: tuple[str, ...]
+    find: Callable[..., Iterable[Violation]]
+    needs_model: bool = False
+
+
+RULES: list[Rule] = []
+
+
+def rule(*keys: str, needs_model: bool = False) -> Callable[[Callable[..., Found]], Callable[..., Found]]:
+    """Register a rule that reads `keys`; with `needs_model` it is called with the model's shape too."""
+
+    def register(find: Callable[..., Found]) -> Callable[..., Found]:
+        RULES.append(Rule(find.__name__, keys, find, needs_model))
+        return find
+
+    return register
+
+
+def divides(path: str, value: int, divisor_path: str, divisor: int) -> Found:
+    """`divisor` must divide `value`; the violation names both keys and near divisors that would do."""
+    if value % divisor:
+        near = sorted({d for d in range(1, value + 1) if value % d == 0}, key=lambda d: (abs(d - divisor), d))[:3]
+        message = f"does not divide {path} = {value}"
+        yield Violation(divisor_path, divisor, message, f"possible: {', '.join(map(str, sorted(near)))}")
+
+
+def model_parallel(cfg: Config) -> tuple[int, int]:
+    """TP and PP."""
+    return cfg.actor.tensor_model_parallel_size, cfg.actor.pipeline_model_parallel_size
+
+
+def near_multiples(value: int, factor: int) -> str:
+    """The multiples of `factor` around `value`, as text."""
+    below = value // factor * factor
+    return " or ".join(str(number) for number in (below, below + factor) if number)

@@ -1,0 +1,135 @@
+"""All workers of a run, as the training loop sees them: the same calls whether roles share devices or not."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import ray
+
+from mindspeed_rl.config.layout import Layout
+from mindspeed_rl.config.model import ModelConfig
+from mindspeed_rl.config.schema import Config
+from mindspeed_rl.device.base import Device
+from mindspeed_rl.transfer_dock.spec import TransferDock
+from mindspeed_rl.workers.context import Source, WorkerReport
+from mindspeed_rl.workers.group import Call, Watch, WorkerGroup
+from mindspeed_rl.workers.integrated_worker import IntegratedWorker
+from mindspeed_rl.workers.rollout_worker import RolloutWorker
+from mindspeed_rl.workers.stages import scoring_stages
+from mindspeed_rl.workers.training_worker import TrainingWorker
+from mindspeed_rl.workers.weights import WeightBoard
+
+Futures = list[ray.ObjectRef]  # each of a `WorkerReport`
+
+
+class Fleet(Protocol):
+    """What the loop asks of workers. Iterations count from 0; steps, in messages, from 1."""
+
+    watch: Watch  # over all calls in progress
+
+    def start(self, dock: TransferDock, source: Source, stop_tokens: Sequence[int]) -> None:
+        """Build the engines and load weights and state."""
+
+    def sync_weights(self, version: int) -> list[WorkerReport]:
+        """Hand the actor's weights to rollout; `version` is the number of iterations they were trained for."""
+
+    def generate(self, iteration: int) -> Futures:
+        """Start the iteration's generation, with what is to be done on its devices meanwhile."""
+
+    def score(self, iteration: int) -> Futures:
+        """Start the log-probs that the update needs, unless `generate` has started them."""
+
+    def update(self, iteration: int, kl_coef: float) -> Futures:
+        """Start the iteration's optimizer steps."""
+
+    def save(self, root: str, iteration: int) -> Futures:
+        """Start writing the ranks' parts of a checkpoint."""
+
+    def kill(self) -> None:
+        """End every worker process at once."""
+
+
+def make_fleet(config: Config, layout: Layout, model: ModelConfig, device: Device, log_folder: str) -> Fleet:
+    """Start the worker processes of a run."""
+    kind = IntegratedFleet if layout.integrated else SeparateFleet
+    return kind(config, layout, model, device, log_folder)
+
+
+class IntegratedFleet:
+    """Every device trains and generates, in turn. See `Fleet`."""
+
+    def __init__(self, config: Config, layout: Layout, model: ModelConfig, device: Device, log_folder: str):
+        self.config, self.watch = config, Watch(config.rl_config.stage_timeout_minutes)
+        self.workers = WorkerGroup(
+            IntegratedWorker, layout.world, 0, self.watch, config, layout, model, device, log_folder
+        )
+
+    def start(self, dock: TransferDock, source: Source, stop_tokens: Sequence[int]) -> None:
+        futures = self.workers.start("start", 0, "start", self.workers.address(), dock, source, stop_tokens)
+        self.watch.wait(futures, self.config.rl_config.start_timeout_minutes)
+
+    def sync_weights(self, version: int) -> list[WorkerReport]:
+        return self.watch.wait(self.workers.start("resharding_to_infer", version + 1, "enter_rollout"))
+
+    def generate(self, iteration: int) -> Futures:
+        if self.config.rl_config.blocking:
+            return self.workers.start("rollout", iteration + 1, "generate", iteration)
+        return self.workers.start("rollout and scoring", iteration + 1, "generate_and_score", iteration)
+
+    def score(self, iteration: int) -> Futures:
+        if not self.config.rl_config.blocking:
+            return []
+        return self.workers.start("scoring", iteration + 1, "score", iteration)
+
+    def update(self, iteration: int, kl_coef: float) -> Futures:
+        return self.workers.start("update", iteration + 1, "update", iteration, kl_coef)
+
+    def save(self, root: str, iteration: int) -> Futures:
+        return self.workers.start("save", iteration, "save", root, iteration)
+
+    def kill(self) -> None:
+        self.workers.kill()
+
+
+class SeparateFleet:
+    """Some devices train, others generate, each kind in a world of its own. See `Fleet`."""
+
+    def __init__(self, config: Config, layout: Layout, model: ModelConfig, device: Device, log_folder: str):
+        self.config, self.watch = config, Watch(config.rl_config.stage_timeout_minutes)
+        arguments = (self.watch, config, layout, model, device, log_folder)
+        self.training = WorkerGroup(TrainingWorker, layout.world, 0, *arguments)
+        self.rollout = WorkerGroup(RolloutWorker, layout.rollout_world, layout.world, *arguments)
+        board: Any = ray.remote(WeightBoard).options(num_cpus=0)
+        self.board = board.remote()
+
+    def start(self, dock: TransferDock, source: Source, stop_tokens: Sequence[int]) -> None:
+        futures = self.training.start("start", 0, "start", self.training.address(), dock, source)
+        arguments = (self.rollout.address(), dock, source.hf_folder, stop_tokens, self.board)
+        futures += self.rollout.start("start", 0, "start", *arguments)
+        self.watch.wait(futures, self.config.rl_config.start_timeout_minutes)
+
+    def sync_weights(self, version: int) -> list[WorkerReport]:
+        published = self.watch.wait(self.training.start("export_weights", version + 1, "publish_weights"))
+        reports, refs = zip(*published, strict=True)
+        put = self.board.put.remote(version, refs[0])  # rollout ranks fetch them when they begin an iteration
+        self.watch.wait([self.watch.add(put, Call(-2, "export_weights", version + 1))])
+        return list(reports)
+
+    def generate(self, iteration: int) -> Futures:
+        return self.rollout.start("rollout", iteration + 1, "generate", iteration)
+
+    def score(self, iteration: int) -> Futures:
+        if not scoring_stages(self.config):
+            return []
+        return self.training.start("scoring", iteration + 1, "score", iteration)
+
+    def update(self, iteration: int, kl_coef: float) -> Futures:
+        return self.training.start("update", iteration + 1, "update", iteration, kl_coef)
+
+    def save(self, root: str, iteration: int) -> Futures:
+        return self.training.start("save", iteration, "save", root, iteration)
+
+    def kill(self) -> None:
+        self.training.kill()
+        self.rollout.kill()

@@ -1,0 +1,44 @@
+"""The rollout worker: generation in a process and on a device of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import ray
+
+from mindspeed_rl.common.timing import Timings
+from mindspeed_rl.transfer_dock.spec import TransferDock
+from mindspeed_rl.workers.context import Worker, WorkerReport
+from mindspeed_rl.workers.rollout import Rollout
+from mindspeed_rl.workers.weights import unpack_weights
+
+
+class RolloutWorker(Worker):
+    """One rank that generates, with the newest weights that the training ranks have published."""
+
+    def start(self, address: str, dock: TransferDock, hf_folder: str, stop_tokens: Sequence[int], board: Any) -> None:
+        """Join the world at `address` and build the engine; its weights will come from `board`, a `WeightBoard`."""
+        self.join(address, self.layout.rollout_world, dock)
+        self.board = board
+        self.version: int | None = None  # of the weights in the engine
+        self.rollout = Rollout(self.context, hf_folder, stop_tokens)
+
+    def generate(self, iteration: int) -> WorkerReport:
+        """Generate this rollout replica's share of the iteration's responses."""
+        timings = Timings()
+        self.context.device.reset_peak_memory()
+        claims = self.rollout.claim(iteration)
+        with timings("resharding_to_infer"):
+            self._take_weights()
+        with timings("rollout"):
+            self.rollout.generate(iteration, claims)
+        return self.context.report(timings)
+
+    def _take_weights(self) -> None:
+        """Bring the engine to the newest version there is, the same on all ranks of the engine."""
+        version = self.rollout.group.share(lambda: ray.get(self.board.newest.remote()))
+        if version != self.version:
+            refs = ray.get(self.board.get.remote(version))
+            self.rollout.engine.update_weights(unpack_weights(ray.get(ref) for ref in refs))
+            self.version = version

@@ -1,0 +1,67 @@
+"""The training worker: actor and reference in one process on one device."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import ray
+
+from mindspeed_rl.common.timing import Timings
+from mindspeed_rl.transfer_dock.spec import TransferDock
+from mindspeed_rl.workers.context import Source, Worker, WorkerReport
+from mindspeed_rl.workers.stages import SCORING, scoring_stages
+from mindspeed_rl.workers.training import Training
+from mindspeed_rl.workers.weights import pack_weights
+
+
+class TrainingWorker(Worker):
+    """One rank that trains. All ranks are called with the same arguments."""
+
+    def start(self, address: str, dock: TransferDock, source: Source) -> None:
+        """Join the world at `address`, build the engine and load weights and state from `source`."""
+        self.join(address, self.layout.world, dock)
+        self.training = Training(self.context, self.model, source)
+
+    def publish_weights(self) -> tuple[WorkerReport, list[ray.ObjectRef]]:
+        """Copy the actor's weights to Ray's object store; rank 0 returns the references, the others none.
+
+        On the device one bucket of the export is in use at a time; on the host of rank 0 two buckets beside the
+        object store, which takes one full copy of the weights. How long copies stay is up to the `WeightBoard`.
+        """
+        timings, refs = Timings(), []
+        self.context.device.reset_peak_memory()  # a step starts here
+        with timings("export_weights"):
+            weights = self.training.export_weights()
+            if self.rank == 0:
+                bucket_bytes = int(self.config.generate_config.resharding_bucket_mb * 2**20)
+                refs = [ray.put(bucket) for bucket in pack_weights(weights, bucket_bytes)]
+            else:
+                deque(weights, maxlen=0)  # takes part in the collectives
+        return self.context.report(timings), refs
+
+    def score(self, iteration: int) -> WorkerReport:
+        """Compute this model replica's share of the log-probs that the update needs."""
+        timings = Timings()
+        self.enter_training(timings)
+        self._score(iteration, timings)
+        return self.context.report(timings)
+
+    def _score(self, iteration: int, timings: Timings) -> None:
+        for stage in scoring_stages(self.config):
+            with timings(SCORING[stage].timing):
+                self.training.score(iteration, stage)
+
+    def update(self, iteration: int, kl_coef: float) -> WorkerReport:
+        """Train on the iteration's samples: `epochs` passes, one optimizer step a mini-batch."""
+        timings = Timings()
+        self.enter_training(timings, "grad", "optimizer")
+        with timings("update"):
+            metrics = self.training.update(iteration, kl_coef)
+        return self.context.report(timings, metrics)
+
+    def save(self, root: str, iteration: int) -> None:
+        """Write this rank's part of a checkpoint that the driver has begun and will commit."""
+        self.training.save(root, iteration)
+
+    def enter_training(self, timings: Timings, *parts: str) -> None:
+        """Bring weights and `parts` back to a device that another role has used. Here none does."""
