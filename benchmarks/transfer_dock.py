@@ -57,7 +57,7 @@ class Settings:
     batch_rows: int = 64  # a put and a claim, beside all rows of a process at once
 
 
-FULL = Settings({1024: (3, 15), 16384: (1, 3)}, (1, 4, 16), 500, (1_000, 10_000, 100_000, 1_000_000))
+FULL = Settings({1024: (3, 15), 16384: (2, 3)}, (1, 4, 16), 500, (1_000, 10_000, 100_000, 1_000_000))
 QUICK = Settings({1024: (2, 3)}, (1, 4), 100, (1_000, 10_000))
 
 

@@ -8,7 +8,6 @@ a micro-batch, and summed, so that a plane whose `get` maps memory lazily pays f
 
 from __future__ import annotations
 
-import inspect
 import os
 import time
 from collections import defaultdict
@@ -24,9 +23,9 @@ import torch
 
 from dock.workload import GROUP, SEQUENCES, TENSOR_COLUMNS, Columns
 from mindspeed_rl.transfer_dock.ray_dock import RayTransferDock
+from mindspeed_rl.transfer_dock.spec import Claim
 
 NAMES = tuple(TENSOR_COLUMNS)
-PAIRED_ACK = "done" in inspect.signature(RayTransferDock.claim).parameters  # claim(done=…) acknowledges as well
 
 
 @dataclass
@@ -104,18 +103,18 @@ class RawRay:
 class RayFromRows:
     """What Ray costs a stage that has rows, as stages do: each column concatenated, and one put of all columns.
 
-    Consumers get packed columns: no rows, readiness or order here either.
+    It concatenates into memory that it uses again. Consumers get packed columns: no rows, readiness or order here
+    either.
     """
 
     def prepare(self, batches: Sequence[Batch], nbytes: int) -> None:
         rows = {name: [value for batch in batches for value in batch.columns[name]] for name in NAMES}
-        self.prepared = {**rows, "prompt_ids": rows["prompt_ids"][::GROUP], "rewards": [torch.stack(rows["rewards"])]}
+        rows |= {"prompt_ids": rows["prompt_ids"][::GROUP], "rewards": [torch.stack(rows["rewards"])]}
+        self.prepared = {name: (values, torch.cat(values)) for name, values in rows.items()}
 
     def produce(self, iteration: int, clock: Clock) -> list[ray.ObjectRef]:
         with clock("put"):
-            packed = {
-                name: np.concatenate([value.numpy() for value in values]) for name, values in self.prepared.items()
-            }
+            packed = {name: torch.cat(values, out=out).numpy() for name, (values, out) in self.prepared.items()}
             return [ray.put(packed)]
 
     def consume(self, turn: Turn, handed_over: list[ray.ObjectRef], clock: Clock) -> int:
@@ -131,7 +130,7 @@ class Dock:
     """The product: put, claim, get, and every claim acknowledged."""
 
     def __init__(self, dock: RayTransferDock):
-        self._dock: Any = dock
+        self._dock = dock
 
     def prepare(self, batches: Sequence[Batch], nbytes: int) -> None:
         self.prepared = batches
@@ -143,27 +142,21 @@ class Dock:
         return []
 
     def consume(self, turn: Turn, handed_over: list[ray.ObjectRef], clock: Clock) -> int:
-        total, claim = 0, None
-        while (claim := self._next(claim, turn, clock)) is not None:
+        total = 0
+        while (claim := self._claim(turn, clock)) is not None:
             with clock("get"):
                 values = self._dock.get(claim, NAMES)
             if turn.read:
                 with clock("read"):
                     values["rewards"] = [values["rewards"]]
                     total += read_columns(values)
-            del values
+            with clock("ack"):
+                self._dock.ack(claim)
         return total
 
-    def _next(self, held: Any, turn: Turn, clock: Clock) -> Any:
-        arguments = ("update", turn.iteration, turn.claim_rows, turn.share)
-        if PAIRED_ACK:
-            with clock("claim"):
-                return self._dock.claim(*arguments, done=held)
-        if held is not None:
-            with clock("ack"):
-                self._dock.ack(held)
+    def _claim(self, turn: Turn, clock: Clock) -> Claim | None:
         with clock("claim"):
-            return self._dock.claim(*arguments)
+            return self._dock.claim("update", turn.iteration, turn.claim_rows, turn.share)
 
 
 class TransferQueue:

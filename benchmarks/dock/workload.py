@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from mindspeed_rl.transfer_dock.spec import ConsumerSpec, DockSpec
-from mindspeed_rl.workers.stages import COLUMNS
+from mindspeed_rl.workers.stages import COLUMNS, SCORING
 
 GROUP = 8  # samples a prompt
 TENSOR_COLUMNS = {name: column for name, column in COLUMNS.items() if column.kind != "object"}
@@ -25,11 +25,10 @@ def grpo_spec(shares: int) -> DockSpec:
     return DockSpec(
         columns=TENSOR_COLUMNS,
         consumers={
-            "rollout": ConsumerSpec(("prompt_ids",), grouped=True),
-            "reward": ConsumerSpec(("responses",)),
-            "reference": ConsumerSpec(SEQUENCES, shares),
-            "old_log_prob": ConsumerSpec(SEQUENCES, shares),
-            "advantage": ConsumerSpec(("rewards", "responses"), grouped=True),
+            "rollout": ConsumerSpec(("prompt_ids",), puts=("responses", "rollout_log_probs")),
+            "reward": ConsumerSpec(("responses",), puts=("rewards",)),
+            **{stage: ConsumerSpec(SEQUENCES, shares, puts=(scoring.column,)) for stage, scoring in SCORING.items()},
+            "advantage": ConsumerSpec(("rewards", "responses"), grouped=True, puts=("advantages", "loss_mask")),
             "update": ConsumerSpec(tuple(TENSOR_COLUMNS), shares),
         },
     )
