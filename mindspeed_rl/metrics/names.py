@@ -51,6 +51,9 @@ METRICS: dict[str, MetricInfo] = {
     "actor/ppo_kl": MetricInfo("mean", "nat", f"old minus current log-prob, over {_TOKENS}"),
     "actor/grad_norm": MetricInfo("mean", "", "global gradient norm before clipping, over updates", "grad_norm"),
     "actor/lr": MetricInfo("mean", "", "learning rate, over updates", "lr"),
+    "update/imbalance": MetricInfo(
+        "mean", "", "largest data-parallel rank's cost of a mini-batch over the ranks' mean, over updates"
+    ),
     "rollout/logprob_diff_mean": MetricInfo("mean", "nat", "|training − rollout log-prob|, over tokens"),
     "rollout/logprob_diff_max": MetricInfo("max", "nat", "|training − rollout log-prob|, over tokens"),
     "rollout/k3": MetricInfo("mean", "nat", "estimate of KL(rollout ‖ training), over tokens"),

@@ -14,7 +14,7 @@ from mindspeed_rl.checkpoint.hf import HFWeights, is_hf_folder
 from mindspeed_rl.checkpoint.state import CheckpointStore, load_rank
 from mindspeed_rl.common.metric import MetricSet
 from mindspeed_rl.config.model import ModelConfig
-from mindspeed_rl.data.packing import fixed_micro_batches
+from mindspeed_rl.data.packing import fixed_micro_batches, micro_batches, sequence_costs
 from mindspeed_rl.transfer_dock.spec import Claim
 from mindspeed_rl.types import Denominators, RolloutBatch
 from mindspeed_rl.workers.context import Context, Source
@@ -37,7 +37,7 @@ class Training:
     def __init__(self, context: Context, model: ModelConfig, source: Source):
         from mindspeed_rl.engine.megatron.engine import MegatronEngine, initialize_parallel_state
 
-        self.rank, self.config, self.layout = context.rank, context.config, context.layout
+        self.rank, self.config, self.layout, self.model = context.rank, context.config, context.layout, model
         self.dock, self.timeout = context.dock, context.stage_seconds
         self.rl, self.sampling = self.config.rl_config, self.config.generate_config.sampling_config
         # the last pipeline stage's first rank holds the log-probs, so it speaks for its model replica
@@ -98,7 +98,17 @@ class Training:
         if isinstance(claim, Claim):  # else: nothing is ready yet, or nothing is left
             self._put_log_probs(claim, self._fetch(claim))
 
+    def _micro_batches(self, batch: RolloutBatch, stage: str, at_least: int = 1) -> list[list[int]]:
+        """The sequences of each pass over `batch`: so many, or with `use_dynamic_bsz` as many as the cap holds."""
+        cap = self.rl.max_packing_token_size
+        if cap is None:
+            return fixed_micro_batches(len(batch), self._micro_batch_size(stage))
+        return micro_batches(batch.lengths, cap, at_least)
+
     def _micro_batch_size(self, stage: str) -> int:
+        """Sequences of one pass; with `use_dynamic_bsz`, how many fit into one whatever their lengths."""
+        if self.rl.max_packing_token_size is not None:
+            return self.rl.max_packing_token_size // (self.rl.max_prompt_length + self.sampling.max_tokens)
         sizes = {
             "update": self.config.actor.micro_batch_size,
             "reference": self.rl.ref_forward_micro_batch_size,
@@ -108,7 +118,7 @@ class Training:
 
     def _put_log_probs(self, claim: Claim, batch: RolloutBatch) -> None:
         stage = claim.consumer
-        micro = fixed_micro_batches(len(batch), self._micro_batch_size(stage))
+        micro = self._micro_batches(batch, stage)
         values = self.engine.log_probs(batch, micro, self.sampling.temperature, reference=stage == "reference")
         if self.replica.is_leader:
             assert values is not None, "the leader of a model replica is its output rank"
@@ -149,7 +159,13 @@ class Training:
 
     def _train(self, batch: RolloutBatch, kl_coef: float) -> MetricSet:
         local = count(torch.cat(batch.columns["loss_mask"]), batch.response_lengths)
-        denominators = Denominators(*self.engine.sum_over_data_parallel([local.tokens, local.sequences]))
+        cost = sum(sequence_costs(batch.lengths, self.model))
+        needed = len(self._micro_batches(batch, "update"))
+        tokens, sequences, whole_cost = self.engine.sum_over_data_parallel([local.tokens, local.sequences, cost])
+        largest_cost, most = self.engine.max_over_data_parallel([cost, needed])
+        # claims give all data-parallel ranks equally many sequences: each can make as many passes as any other
+        passes = self._micro_batches(batch, "update", at_least=int(most))
+        denominators = Denominators(tokens, sequences)
 
         def loss(
             micro: RolloutBatch, log_probs: torch.Tensor, entropy: torch.Tensor | None
@@ -171,8 +187,9 @@ class Training:
                 metrics.merge(mismatch_metrics(old, columns["rollout_log_probs"], columns["loss_mask"]))
             return value, metrics
 
-        micro = fixed_micro_batches(len(batch), self._micro_batch_size("update"))
-        return self.engine.train_mini_batch(batch, loss, micro, self.sampling.temperature, entropy=True)
+        metrics = self.engine.train_mini_batch(batch, loss, passes, self.sampling.temperature, entropy=True)
+        metrics.mean("update/imbalance", largest_cost * self.layout.dp / whole_cost)
+        return metrics
 
     def save(self, root: str, iteration: int) -> None:
         """Write this rank's part of a checkpoint that the driver has begun and will commit."""

@@ -35,6 +35,7 @@ def test_a_run_reports_what_users_look_for(streaming: list[dict[str, Any]]) -> N
         assert last[f"timing/{name}"] >= 0
     for name in ("e2e_tps", "update_tps", "vllm_tps", "grpo/score/mean", "custom_rewards/mean", "grad_norm"):
         assert name in last
+    assert 1 <= last["update/imbalance"] < 2  # of two ranks
     tokens = last["prompt_length/total"] + last["response_length/total"]
     assert last["e2e_tps"] == pytest.approx(tokens / last["timing/all"] / 2)
 
@@ -53,6 +54,13 @@ def test_blocking_stages_train_the_same_bit_for_bit(
         ("actor_config.pipeline_model_parallel_size=2",),
         ("generate_config.infer_tensor_parallel_size=2",),
         (
+            "rl_config.use_dynamic_bsz=true",
+            "rl_config.max_packing_token_size=24",
+            "~actor_config.micro_batch_size",
+            "~rl_config.actor_forward_micro_batch_size",
+            "~rl_config.ref_forward_micro_batch_size",
+        ),
+        (
             "rl_config.use_integrated_worker=false",
             "rl_config.actor_resource.num_npus=1",
             "rl_config.rollout_resource.num_npus=2",
@@ -60,7 +68,7 @@ def test_blocking_stages_train_the_same_bit_for_bit(
             "generate_config.infer_tensor_parallel_size=2",
         ),
     ],
-    ids=["TP2-to-TP1", "PP2-to-TP1", "DP2-to-TP2", "DP1-apart-from-TP2"],
+    ids=["TP2-to-TP1", "PP2-to-TP1", "DP2-to-TP2", "token-cap", "DP1-apart-from-TP2"],
 )
 def test_layouts_train_the_same(
     overrides: tuple[str, ...], inputs: Path, streaming: list[dict[str, Any]], tmp_path: Path
