@@ -20,6 +20,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--config-dir", help="folder of your own configurations, searched before ours")
     parser.add_argument("--cfg", choices=["job"], help="print the composed configuration and exit")
     parser.add_argument("--dry-run", action="store_true", help="validate, print layout and memory estimate, and exit")
+    parser.add_argument("--trace", action="store_true", help="write a timeline of all stages: sets trace=true")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="change a key of the configuration")
     return parser
 
@@ -33,6 +34,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(args: argparse.Namespace) -> int:
     from mindspeed_rl.config.compose import compose_yaml, load_config
 
+    if args.trace:
+        args.overrides.append("trace=true")
     if args.cfg:  # printed before it is validated: what does not validate is what one wants to look at
         print(compose_yaml(args.config_name, args.overrides, args.config_dir), end="")
     previewed = bool(args.cfg) or args.dry_run

@@ -281,6 +281,9 @@ class Config(Section):
     device: Literal["auto", "npu", "cuda", "cpu"] = Field("auto", description="kind of device that runs")
     ray_address: str | None = Field(None, description="running Ray cluster; null: RAY_ADDRESS, else start one here")
     output_dir: str = Field("outputs", description="parent of the run folder: logs, metrics, resolved configuration")
+    trace: Switch = Field(
+        False, description="write the timeline of all processes, `trace.json` in the run folder, for Perfetto"
+    )
     run_name: str | None = Field(
         None, description="name of the run folder, one path component; null: configuration name and time"
     )

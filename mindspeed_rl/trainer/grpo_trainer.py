@@ -5,7 +5,6 @@ The driver holds no samples: prompts go into the TransferDock, and every stage c
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,6 +16,7 @@ from mindspeed_rl.data.sampler import permutation
 from mindspeed_rl.metrics.loggers import MetricLogger
 from mindspeed_rl.trainer.inputs import Inputs
 from mindspeed_rl.trainer.report import StepReport
+from mindspeed_rl.trainer.trace import Trace
 from mindspeed_rl.transfer_dock.spec import TransferDock
 from mindspeed_rl.workers.fleet import Fleet
 from mindspeed_rl.workers.group import Call
@@ -32,6 +32,7 @@ class GRPOTrainer:
         reward: handle of the reward worker (a Ray actor).
         dock: the sample plane between all of them.
         loggers: where metrics go.
+        trace: where spans of time go; None: nowhere.
     """
 
     def __init__(
@@ -42,11 +43,12 @@ class GRPOTrainer:
         reward: Any,
         dock: TransferDock,
         loggers: Sequence[MetricLogger],
+        trace: Trace | None = None,
     ):
         self.config, self.rl = config, config.rl_config
         self.inputs, self.layout, self.sampler, self.store = inputs, inputs.layout, inputs.sampler, inputs.store
         self.fleet, self.reward, self.dock, self.loggers = fleet, reward, dock, loggers
-        self.watch = fleet.watch
+        self.watch, self.trace = fleet.watch, trace
         self.kl_controller = make_kl_controller(self.rl)
         self.iteration = inputs.completed  # the next one to run, counted from 0; users see steps, counted from 1
         if inputs.state is not None:
@@ -56,15 +58,15 @@ class GRPOTrainer:
     def fit(self) -> None:
         """Train until `train_iters` iterations are complete."""
         while self.iteration < self.config.actor.train_iters:
-            kl_coef, start = self.kl_controller.value, time.perf_counter()
-            report = self._train_iteration(kl_coef)
-            report.seconds["all"] = time.perf_counter() - start
+            kl_coef = self.kl_controller.value
+            report = StepReport(self.config, self.layout, self.inputs.model, self.iteration, self.trace)
+            with report.timings("all"):
+                self._train_iteration(kl_coef, report)
             self.iteration += 1
             self._save_if_due(report)
             self._log(report, kl_coef)
 
-    def _train_iteration(self, kl_coef: float) -> StepReport:
-        report = StepReport(self.config, self.layout, self.inputs.model)
+    def _train_iteration(self, kl_coef: float, report: StepReport) -> None:
         self._put_prompts()
         report.add(self.fleet.sync_weights(self.iteration))
         if self.rl.blocking:
@@ -80,7 +82,6 @@ class GRPOTrainer:
         report.add(self.watch.wait(self.fleet.update(self.iteration, kl_coef)))
         self.kl_controller.update(report.kl, self.layout.sequences_per_iteration)
         self.dock.clear(self.iteration)
-        return report
 
     def _put_prompts(self) -> None:
         """Open the iteration in the dock with one row for each sample to be generated."""
@@ -122,11 +123,10 @@ class GRPOTrainer:
         actor = self.config.actor
         due = self.iteration % actor.save_interval == 0 or self.iteration == actor.train_iters
         if self.store and due:
-            start = time.perf_counter()
-            self.store.begin(self.iteration)
-            self.watch.wait(self.fleet.save(str(self.store.root), self.iteration))
-            self.store.commit(self.iteration, self.state_dict())
-            report.seconds["save"] = time.perf_counter() - start
+            with report.timings("save"):
+                self.store.begin(self.iteration)
+                self.watch.wait(self.fleet.save(str(self.store.root), self.iteration))
+                self.store.commit(self.iteration, self.state_dict())
 
     def state_dict(self) -> dict[str, Any]:
         """What the driver must remember to go on exactly: position in the data, KL coefficient."""

@@ -6,11 +6,14 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from mindspeed_rl.common.metric import Metric, MetricSet
+from mindspeed_rl.common.timing import Timings
+from mindspeed_rl.common.timing import stage_seconds as by_stage
 from mindspeed_rl.config.layout import Layout
 from mindspeed_rl.config.model import ModelConfig
 from mindspeed_rl.config.schema import Config
 from mindspeed_rl.metrics.names import with_aliases
 from mindspeed_rl.metrics.throughput import model_flops_utilisation, stage_seconds, step_throughput, train_flops
+from mindspeed_rl.trainer.trace import Trace
 from mindspeed_rl.workers.context import WorkerReport
 from mindspeed_rl.workers.reward_worker import RewardReport
 
@@ -18,12 +21,20 @@ REWARD = -1  # stands for the reward worker where others have a rank
 
 
 class StepReport:
-    """One step: add reports as stages end, then `finalize`."""
+    """One step: add reports as stages end, then `finalize`.
 
-    def __init__(self, config: Config, layout: Layout, model: ModelConfig):
+    Args:
+        config: the run's configuration.
+        layout: its parallel layout.
+        model: shape of the model.
+        iteration: counted from 0.
+        trace: where all spans go, too; None: nowhere.
+    """
+
+    def __init__(self, config: Config, layout: Layout, model: ModelConfig, iteration: int, trace: Trace | None):
         self.config, self.layout, self.model = config, layout, model
         self.metrics = MetricSet()
-        self.seconds: dict[str, float] = {}  # stages of the driver
+        self.timings, self.trace = Timings(iteration), trace  # stages of the driver
         self.dock_wait: dict[str, float] = {}  # stage -> seconds that its claims waited for rows
         self.samples: list[dict[str, Any]] = []
         self.sequence_lengths: list[int] = []
@@ -36,8 +47,10 @@ class StepReport:
             self.metrics.merge(report.metrics)
             rank = report.rank if isinstance(report, WorkerReport) else REWARD
             seconds = self._rank_seconds.setdefault(rank, {})
-            for stage, value in report.seconds.items():
+            for stage, value in by_stage(report.spans).items():
                 seconds[stage] = seconds.get(stage, 0.0) + value
+            if self.trace is not None:
+                self.trace.add("reward worker" if rank == REWARD else f"rank {rank}", report.spans)
             if isinstance(report, WorkerReport):
                 self.metrics.max("memory/device_peak", report.peak_memory_bytes / 2**30, unit="GiB")
                 self.metrics.max("memory/host_peak", report.peak_host_bytes / 2**30, unit="GiB")
@@ -53,7 +66,9 @@ class StepReport:
         return metric.result or 0.0
 
     def finalize(self, kl_coef: float) -> dict[str, float]:
-        """All metrics of the step by name, MindSpeed RL's aliases included."""
+        """All metrics of the step by name, MindSpeed RL's aliases included. Called once, when all is added."""
+        if self.trace is not None:
+            self.trace.add("driver", self.timings.spans)
         result = self.metrics.finalize()
         result["actor/kl_coef"] = kl_coef
         result |= {f"timing/{stage}": value for stage, value in self._stage_seconds().items()}
@@ -63,7 +78,7 @@ class StepReport:
 
     def _stage_seconds(self) -> dict[str, float]:
         """The slowest rank's time of every stage."""
-        result = dict(self.seconds)
+        result = by_stage(self.timings.spans)
         for seconds in self._rank_seconds.values():
             for stage, value in seconds.items():
                 result[stage] = max(value, result.get(stage, 0.0))
@@ -71,7 +86,7 @@ class StepReport:
 
     def _throughput(self, result: Mapping[str, float]) -> dict[str, float]:
         slowest = self.config.rl_config.log_max_throughput
-        seconds = {f"timing/{stage}": value for stage, value in self.seconds.items()}
+        seconds = {f"timing/{stage}": value for stage, value in by_stage(self.timings.spans).items()}
         for stage in ("rollout", "update"):
             by_rank = [ranks[stage] for ranks in self._rank_seconds.values() if stage in ranks]
             seconds[f"timing/{stage}"] = stage_seconds(by_rank, slowest)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from mindspeed_rl.common.logging import setup_logging
 from mindspeed_rl.common.metric import MetricSet
-from mindspeed_rl.common.timing import Timings
+from mindspeed_rl.common.timing import Span, Timings
 from mindspeed_rl.config.layout import Layout
 from mindspeed_rl.config.model import ModelConfig
 from mindspeed_rl.config.schema import Config
@@ -30,7 +30,7 @@ class WorkerReport:
     """What one rank says about one stage."""
 
     rank: int  # its number in the run
-    seconds: dict[str, float]  # stage -> wall-clock seconds
+    spans: list[Span]
     metrics: MetricSet = field(default_factory=MetricSet)
     peak_memory_bytes: int = 0  # on the device, since the run started
     peak_host_bytes: int = 0  # of this process
@@ -73,7 +73,7 @@ class Context:
         """What this rank says about a stage, with the memory it has taken so far."""
         return WorkerReport(
             self.number,
-            timings.seconds,
+            timings.spans,
             metrics or MetricSet(),
             peak_memory_bytes=self.device.max_memory_allocated(),
             peak_host_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,  # Linux counts KiB

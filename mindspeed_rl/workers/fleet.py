@@ -70,7 +70,7 @@ class IntegratedFleet:
         self.watch.wait(futures, self.config.rl_config.start_timeout_minutes)
 
     def sync_weights(self, version: int) -> list[WorkerReport]:
-        return self.watch.wait(self.workers.start("resharding_to_infer", version + 1, "enter_rollout"))
+        return self.watch.wait(self.workers.start("resharding_to_infer", version + 1, "enter_rollout", version))
 
     def generate(self, iteration: int) -> Futures:
         if self.config.rl_config.blocking:
@@ -110,7 +110,7 @@ class SeparateFleet:
         self.watch.wait(futures, self.config.rl_config.start_timeout_minutes)
 
     def sync_weights(self, version: int) -> list[WorkerReport]:
-        published = self.watch.wait(self.training.start("export_weights", version + 1, "publish_weights"))
+        published = self.watch.wait(self.training.start("export_weights", version + 1, "publish_weights", version))
         reports, refs = zip(*published, strict=True)
         put = self.board.put.remote(version, refs[0])  # rollout ranks fetch them when they begin an iteration
         self.watch.wait([self.watch.add(put, Call(-2, "export_weights", version + 1))])

@@ -31,9 +31,9 @@ class IntegratedWorker(TrainingWorker):
         self.rollout.engine.sleep()
         self.training = Training(self.context, self.model, source)
 
-    def enter_rollout(self) -> WorkerReport:
+    def enter_rollout(self, iteration: int) -> WorkerReport:
         """Reshard the actor's weights into the rollout engine and make room for its KV cache."""
-        timings = Timings()
+        timings = Timings(iteration)
         self.context.device.reset_peak_memory()  # a step starts here
         with timings("offload"):  # first: both engines' weights are there at once for a while
             self.training.offload("grad", "optimizer")
@@ -58,23 +58,23 @@ class IntegratedWorker(TrainingWorker):
 
     def generate(self, iteration: int) -> WorkerReport:
         """Generate this rollout replica's share of the iteration's responses."""
-        timings = Timings()
+        timings = Timings(iteration)
         with timings("rollout"):
             self.rollout.generate(iteration)
         return self.context.report(timings)
 
     def generate_and_score(self, iteration: int) -> WorkerReport:
         """Generate; score what is complete in between and, without waiting for other replicas, the rest after."""
-        timings, stages, generate = Timings(), scoring_stages(self.config), self.config.generate_config
+        timings, generate = Timings(iteration), self.config.generate_config
         away = {"old_log_prob": generate.offload_train_param, "reference": generate.offload_reference}
-        overlap = [stage for stage in stages if not away[stage]]
+        overlap = [stage for stage in scoring_stages(self.config) if not away[stage]]
         with timings("rollout"):
             if overlap:
                 self._generate_scoring(iteration, overlap)
             else:
                 self.rollout.generate(iteration)
         self.enter_training(timings)
-        self._score(iteration, timings)
+        self._score(timings)
         return self.context.report(timings)
 
     def _generate_scoring(self, iteration: int, scoring: Sequence[str]) -> None:

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from mindspeed_rl.algorithms.advantages import compute_advantages
 from mindspeed_rl.common.logging import setup_logging
 from mindspeed_rl.common.metric import MetricSet
-from mindspeed_rl.common.timing import Timings
+from mindspeed_rl.common.timing import Span, Timings
 from mindspeed_rl.config.layout import Layout
 from mindspeed_rl.config.schema import Config
 from mindspeed_rl.rewards.manager import RewardManager
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 class RewardReport:
     """What scoring says about an iteration."""
 
-    seconds: dict[str, float]
+    spans: list[Span]
     metrics: MetricSet
     samples: list[dict[str, Any]] = field(default_factory=list)  # a few: prompt, response, label, reward
     sequence_lengths: list[int] = field(default_factory=list)  # tokens of every scored sample, prompt and response
@@ -48,16 +48,18 @@ class RewardWorker:
         self.manager = RewardManager(config.rl_config)
         self.timeout = 60 * config.rl_config.stage_timeout_minutes
 
-    def _claim(self, consumer: str, iteration: int) -> Claim | None:
+    def _claim(self, consumer: str, timings: Timings) -> Claim | None:
         rows, group = self.layout.sequences_per_iteration, self.config.rl_config.n_samples_per_prompt
         parts = 1 if self.config.rl_config.blocking else self.CLAIMS_PER_ITERATION
         count = math.ceil(rows / parts / group) * group
-        return self.dock.claim(consumer, iteration, count, timeout=self.timeout)
+        with timings.waiting(consumer):
+            return self.dock.claim(consumer, timings.iteration, count, timeout=self.timeout)
 
     def score(self, iteration: int) -> RewardReport:
         """Score every response of the iteration; a sample that cannot be scored gets NaN and is counted."""
-        timings, report = Timings(), RewardReport({}, MetricSet())
-        while (claim := self._claim("reward", iteration)) is not None:
+        timings = Timings(iteration)
+        report = RewardReport(timings.spans, MetricSet())
+        while (claim := self._claim("reward", timings)) is not None:
             with timings("rule_reward"):
                 columns = self.dock.get(claim, self.dock.spec.consumers["reward"].needs)
                 texts = columns.get("texts") or self.tokenizer.batch_decode(
@@ -82,7 +84,6 @@ class RewardWorker:
                         message,
                     )
             self._add_metrics(report, columns, samples, result.total)
-        report.seconds = timings.seconds
         return report
 
     def _add_metrics(
@@ -117,8 +118,8 @@ class RewardWorker:
 
     def compute_advantages(self, iteration: int) -> RewardReport:
         """Advantages and loss mask of every group, as soon as all its rewards are there."""
-        timings, metrics, rl = Timings(), MetricSet(), self.config.rl_config
-        while (claim := self._claim("advantage", iteration)) is not None:
+        timings, metrics, rl = Timings(iteration), MetricSet(), self.config.rl_config
+        while (claim := self._claim("advantage", timings)) is not None:
             with timings("adv"):
                 columns = self.dock.get(claim, ("rewards", "responses"))
                 rewards = torch.as_tensor(columns["rewards"], dtype=torch.float32)
@@ -135,7 +136,7 @@ class RewardWorker:
                 metrics.mean(
                     "reward/zero_variance_groups", float(len(scored) == 0 or bool((scored == scored[0]).all()))
                 )
-        return RewardReport(timings.seconds, metrics)
+        return RewardReport(timings.spans, metrics)
 
     def close(self) -> None:
         """End the verifiers' processes."""

@@ -73,11 +73,8 @@ class Rollout:
                     if len(finished[group]) == claimed[group]:
                         complete += finished.pop(group)
                 if complete:
-                    self._put(iteration, complete)
+                    self._hand_in(complete, claims)
                 yield True
-            if self.group.is_leader:
-                for claim in claims:
-                    self.dock.ack(claim)
             claims = self.claim(iteration)
 
     def _claim_prompts(self, iteration: int) -> list[Claim]:
@@ -99,9 +96,17 @@ class Rollout:
         mixed = (self.config.actor.seed * 0x9E3779B97F4A7C15 + iteration * 0xBF58476D1CE4E5B9 + number) & (2**64 - 1)
         return ((mixed ^ (mixed >> 31)) * 0x94D049BB133111EB) % 2**31
 
-    def _put(self, iteration: int, generations: list[Generation]) -> None:
+    def _hand_in(self, generations: Sequence[Generation], claims: Sequence[Claim]) -> None:
+        """Results for the dock, which go with the rows' claims."""
         if not self.group.is_leader:
             return
+        for claim in claims:
+            rows = set(claim.rows)
+            mine = [generation for generation in generations if generation.row in rows]
+            if mine:
+                self.dock.ack(claim, self._columns(mine), [generation.row for generation in mine])
+
+    def _columns(self, generations: Sequence[Generation]) -> dict[str, list[Any]]:
         columns: dict[str, list[Any]] = {
             "responses": [torch.tensor(g.tokens, dtype=torch.int64) for g in generations]
         }
@@ -109,4 +114,4 @@ class Rollout:
             columns["rollout_log_probs"] = [torch.tensor(g.log_probs, dtype=torch.float32) for g in generations]
         if self.sampling.detokenize:
             columns["texts"] = [g.text for g in generations]
-        self.dock.put(iteration, [g.row for g in generations], columns)
+        return columns

@@ -26,9 +26,10 @@ class RolloutWorker(Worker):
 
     def generate(self, iteration: int) -> WorkerReport:
         """Generate this rollout replica's share of the iteration's responses."""
-        timings = Timings()
+        timings = Timings(iteration)
         self.context.device.reset_peak_memory()
-        claims = self.rollout.claim(iteration)
+        with timings.waiting("rollout"):
+            claims = self.rollout.claim(iteration)
         with timings("resharding_to_infer"):
             self._take_weights()
         with timings("rollout"):

@@ -13,6 +13,7 @@ from mindspeed_rl.algorithms.policy_objective import PolicyObjective
 from mindspeed_rl.checkpoint.hf import HFWeights, is_hf_folder
 from mindspeed_rl.checkpoint.state import CheckpointStore, load_rank
 from mindspeed_rl.common.metric import MetricSet
+from mindspeed_rl.common.timing import Timings
 from mindspeed_rl.config.model import ModelConfig
 from mindspeed_rl.data.packing import fixed_micro_batches, micro_batches, sequence_costs
 from mindspeed_rl.transfer_dock.spec import Claim
@@ -81,13 +82,14 @@ class Training:
 
     # ---- scoring -------------------------------------------------------------------------------------------------
 
-    def score(self, iteration: int, stage: str) -> None:
+    def score(self, stage: str, timings: Timings) -> None:
         """Put this replica's share of `stage` ("reference" or "old_log_prob") into the dock."""
         is_reference = stage == "reference"
         if is_reference:
             self.engine.onload("reference")
-        for claim, batch in self._claims(stage, iteration):
-            self._put_log_probs(claim, batch)
+        for claim in self._claims(stage, timings):
+            with timings(SCORING[stage].timing):
+                self._put_log_probs(claim, self._fetch(claim))
         if is_reference and self.config.generate_config.offload_reference:
             self.engine.offload("reference")
 
@@ -122,19 +124,21 @@ class Training:
         values = self.engine.log_probs(batch, micro, self.sampling.temperature, reference=stage == "reference")
         if self.replica.is_leader:
             assert values is not None, "the leader of a model replica is its output rank"
-            self.dock.put(claim.iteration, claim.rows, {SCORING[stage].column: values})
-            self.dock.ack(claim)
+            self.dock.ack(claim, {SCORING[stage].column: values})
 
     # ---- samples -------------------------------------------------------------------------------------------------
 
-    def _claims(self, consumer: str, iteration: int) -> Iterator[tuple[Claim, RolloutBatch]]:
-        """This model replica's share of `consumer`, one mini-batch after the other, as every rank's own batch."""
-        while (claim := self._claim(consumer, iteration, self.layout.sequences_per_mini_batch_per_rank)) is not None:
-            yield claim, self._fetch(claim)
+    def _claims(self, consumer: str, timings: Timings) -> Iterator[Claim]:
+        """This model replica's share of `consumer`, one mini-batch after the other."""
+        while (claim := self._claim(consumer, timings)) is not None:
+            yield claim
 
-    def _claim(self, consumer: str, iteration: int, count: int) -> Claim | None:
-        share = self.engine.data_parallel_rank
-        return self.replica.share(lambda: self.dock.claim(consumer, iteration, count, share, self.timeout))
+    def _claim(self, consumer: str, timings: Timings) -> Claim | None:
+        count, share = self.layout.sequences_per_mini_batch_per_rank, self.engine.data_parallel_rank
+        with timings.waiting(consumer):
+            return self.replica.share(
+                lambda: self.dock.claim(consumer, timings.iteration, count, share, self.timeout)
+            )
 
     def _fetch(self, claim: Claim) -> RolloutBatch:
         needs = self.dock.spec.consumers[claim.consumer].needs
@@ -143,17 +147,19 @@ class Training:
 
     # ---- update --------------------------------------------------------------------------------------------------
 
-    def update(self, iteration: int, kl_coef: float) -> MetricSet:
+    def update(self, kl_coef: float, timings: Timings) -> MetricSet:
         """Train on the iteration's samples: `epochs` passes, one optimizer step a mini-batch."""
         metrics, mini_batches = MetricSet(), []
-        for claim, batch in self._claims("update", iteration):
-            if self.rl.epochs > 1:
-                mini_batches.append(batch)
-            metrics.merge(self._train(batch, kl_coef))
-            if self.replica.is_leader:
-                self.dock.ack(claim)
-        for _ in range(1, self.rl.epochs):
-            for batch in mini_batches:
+        for claim in self._claims("update", timings):
+            with timings("update"):
+                batch = self._fetch(claim)
+                if self.rl.epochs > 1:
+                    mini_batches.append(batch)
+                metrics.merge(self._train(batch, kl_coef))
+                if self.replica.is_leader:
+                    self.dock.ack(claim)
+        for batch in mini_batches * (self.rl.epochs - 1):
+            with timings("update"):
                 metrics.merge(self._train(batch, kl_coef))
         return metrics
 

@@ -9,7 +9,7 @@ import ray
 from mindspeed_rl.common.timing import Timings
 from mindspeed_rl.transfer_dock.spec import TransferDock
 from mindspeed_rl.workers.context import Source, Worker, WorkerReport
-from mindspeed_rl.workers.stages import SCORING, scoring_stages
+from mindspeed_rl.workers.stages import scoring_stages
 from mindspeed_rl.workers.training import Training
 from mindspeed_rl.workers.weights import pack_weights
 
@@ -22,13 +22,15 @@ class TrainingWorker(Worker):
         self.join(address, self.layout.world, dock)
         self.training = Training(self.context, self.model, source)
 
-    def publish_weights(self) -> tuple[WorkerReport, list[ray.ObjectRef]]:
+    def publish_weights(self, version: int) -> tuple[WorkerReport, list[ray.ObjectRef]]:
         """Copy the actor's weights to Ray's object store; rank 0 returns the references, the others none.
+
+        `version` is the number of iterations that they were trained for.
 
         On the device one bucket of the export is in use at a time; on the host of rank 0 two buckets beside the
         object store, which takes one full copy of the weights. How long copies stay is up to the `WeightBoard`.
         """
-        timings, refs = Timings(), []
+        timings, refs = Timings(version), []
         self.context.device.reset_peak_memory()  # a step starts here
         with timings("export_weights"):
             weights = self.training.export_weights()
@@ -41,22 +43,20 @@ class TrainingWorker(Worker):
 
     def score(self, iteration: int) -> WorkerReport:
         """Compute this model replica's share of the log-probs that the update needs."""
-        timings = Timings()
+        timings = Timings(iteration)
         self.enter_training(timings)
-        self._score(iteration, timings)
+        self._score(timings)
         return self.context.report(timings)
 
-    def _score(self, iteration: int, timings: Timings) -> None:
+    def _score(self, timings: Timings) -> None:
         for stage in scoring_stages(self.config):
-            with timings(SCORING[stage].timing):
-                self.training.score(iteration, stage)
+            self.training.score(stage, timings)
 
     def update(self, iteration: int, kl_coef: float) -> WorkerReport:
         """Train on the iteration's samples: `epochs` passes, one optimizer step a mini-batch."""
-        timings = Timings()
+        timings = Timings(iteration)
         self.enter_training(timings, "grad", "optimizer")
-        with timings("update"):
-            metrics = self.training.update(iteration, kl_coef)
+        metrics = self.training.update(kl_coef, timings)
         return self.context.report(timings, metrics)
 
     def save(self, root: str, iteration: int) -> None:

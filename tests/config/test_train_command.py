@@ -52,6 +52,13 @@ def test_dry_run_of_the_7b_configuration_imports_nothing_heavy():
         assert part in result.stdout
 
 
+def test_trace_is_a_switch_of_the_command_line(capsys):
+    assert main([*TINY, "--trace", "--cfg", "job"]) == 0
+    assert "trace: true" in capsys.readouterr().out.splitlines()
+    assert main([*TINY, "--cfg", "job"]) == 0
+    assert "trace: true" not in capsys.readouterr().out
+
+
 def test_runs_as_a_file_from_any_folder(tmp_path):
     command = [sys.executable, str(ROOT / "cli" / "train_grpo.py"), *TINY, "--cfg", "job"]
     result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)

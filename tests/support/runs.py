@@ -79,3 +79,11 @@ def run(inputs: Path, output: Path, *overrides: str, name: str = "run") -> list[
 
 def training(step: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in step.items() if TRAINING.fullmatch(name)}
+
+
+def spans(folder: Path) -> list[dict[str, Any]]:
+    """Complete events of a run's trace, with the name of the process, in order of their start."""
+    events = json.loads((folder / "trace.json").read_text())["traceEvents"]
+    names = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
+    found = [{**event, "process": names[event["pid"]]} for event in events if event["ph"] == "X"]
+    return sorted(found, key=lambda event: event["ts"])

@@ -1,8 +1,13 @@
-"""Rollout on devices of its own, as a user runs it."""
+"""Rollout on devices of its own, in turn with training and beside it, as a user runs it."""
 
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
-from tests.support.runs import run, training
+import pytest
+
+from mindspeed_rl.metrics.names import METRICS
+from tests.support.runs import run, spans, training
 
 SEPARATE = (
     "rl_config.use_integrated_worker=false",
@@ -13,6 +18,27 @@ ONE_DEVICE = "rl_config.actor_resource.num_npus=1"
 
 def test_rollout_apart_trains_the_same_bit_for_bit(inputs: Path, tmp_path: Path) -> None:
     together = run(inputs, tmp_path, ONE_DEVICE, name="together")
-    apart = run(inputs, tmp_path, ONE_DEVICE, *SEPARATE, name="apart")
+    apart = run(inputs, tmp_path, ONE_DEVICE, *SEPARATE, "trace=true", name="apart")
     assert [training(step) for step in apart] == [training(step) for step in together]
     assert apart[0]["timing/export_weights"] > 0
+    assert not (tmp_path / "together" / "trace.json").exists()
+    check_trace(spans(tmp_path / "apart"), apart)
+
+
+def check_trace(found: list[dict[str, Any]], steps: list[dict[str, Any]]) -> None:
+    """One thing at a time in every thread, and sums that are the timing metrics."""
+    assert {event["process"] for event in found} == {"driver", "reward worker", "rank 0", "rank 1"}
+    threads: dict[tuple[int, int], list[dict[str, Any]]] = {}
+    for event in found:
+        threads.setdefault((event["pid"], event["tid"]), []).append(event)
+    for thread in threads.values():
+        for before, after in pairwise(thread):
+            assert before["ts"] + before["dur"] <= after["ts"] + 1, (before, after)  # microseconds, rounded
+    timings = [name.removeprefix("timing/") for name in METRICS if name.startswith("timing/")]
+    for step in steps:
+        for stage in timings:
+            by_process: dict[str, float] = {}
+            for event in found:
+                if event["name"] == stage and event["cat"] == "stage" and event["args"]["step"] == step["step"]:
+                    by_process[event["process"]] = by_process.get(event["process"], 0.0) + event["dur"] / 1e6
+            assert step.get(f"timing/{stage}", 0.0) == pytest.approx(max(by_process.values(), default=0.0)), stage
