@@ -13,9 +13,10 @@ from mindspeed_rl.transfer_dock.spec import ConsumerSpec, DockSpec
 from mindspeed_rl.workers.stages import COLUMNS, SCORING
 
 GROUP = 8  # samples a prompt
-TENSOR_COLUMNS = {name: column for name, column in COLUMNS.items() if column.kind != "object"}
 SEQUENCES = ("prompt_ids", "responses")
-ALIKE = tuple(name for name, column in TENSOR_COLUMNS.items() if name not in SEQUENCES and column.kind == "jagged")
+ALIKE = ("rollout_log_probs", "old_log_probs", "reference_log_probs", "advantages", "loss_mask")  # a float a token
+# Named here, so that figures stay comparable when stages get further columns.
+TENSOR_COLUMNS = {name: COLUMNS[name] for name in (*SEQUENCES, "rewards", *ALIKE)}
 
 Columns = dict[str, Any]  # a list of 1-D tensors; for scalars one tensor [rows]
 

@@ -29,11 +29,11 @@ def test_workload_has_the_bytes_it_states_and_shares_prompts_within_a_group():
     assert set(columns) == set(TENSOR_COLUMNS)
     prompts = columns["prompt_ids"]
     assert len({id(prompt) for prompt in prompts}) == len(prompts) // GROUP
-    unique = {
-        id(tensor): tensor for values in columns.values() for tensor in values if values is not columns["rewards"]
-    }
-    stated = workload.nbytes(workload.rows(1, 2))
-    assert stated == sum(tensor.nbytes for tensor in unique.values()) + columns["rewards"].nbytes
+    jagged = [values for name, values in columns.items() if name != "rewards"]
+    unique = {id(tensor): tensor.nbytes for values in jagged for tensor in values}
+    assert workload.nbytes(workload.rows(1, 2)) == sum(unique.values()) + columns["rewards"].nbytes
+    for name, values in columns.items():
+        assert str(values[0].dtype) == f"torch.{TENSOR_COLUMNS[name].dtype}", name
     assert checksum(columns) == sum(int(t.sum()) for name in ("prompt_ids", "responses") for t in columns[name])
     assert Workload(64).response_lengths.tolist() == Workload(64).response_lengths.tolist()
     assert max(Workload(16384).response_lengths) <= 8192
