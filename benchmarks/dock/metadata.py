@@ -6,6 +6,7 @@ import gc
 import statistics
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -47,22 +48,33 @@ def fill(table: DockTable, rows: int) -> None:
         table.take_woken()
 
 
-def claim_microseconds(table: DockTable, claims: int) -> float:
-    """Mean time of a claim of `BATCH` rows of all columns, with its acknowledgement."""
-    start = time.perf_counter()
+def claim_microseconds(table: DockTable, claims: int) -> list[float]:
+    """Times of claims of `BATCH` rows of all columns, with their acknowledgement."""
+    times = []
     for _ in range(claims):
+        start = time.perf_counter()
         claim = table.claim("update", 0, BATCH)
         assert isinstance(claim, Claim)
         table.ack(0, claim.lease)
         table.take_woken()
-    return (time.perf_counter() - start) / claims * 1e6
+        times.append((time.perf_counter() - start) * 1e6)
+    return times
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a table of some number of rows takes. Other work on the machine moves the mean, not the median."""
+
+    nbytes: int
+    claim_median_us: float
+    claim_mean_us: float
 
 
 class Controller:
     """A fresh process, so that its growth is the table's."""
 
-    def measure(self, rows: int, repetitions: int) -> tuple[int, float]:
-        """Bytes that a table of `rows` takes; median microseconds of a claim, from at most 2,000 claims a table."""
+    def measure(self, rows: int, claims: int) -> Cost:
+        """Memory of a table of `rows`; times of `claims` claims, of one table or as many as have so many rows."""
         warm = DockTable(grpo_spec(shares=1))
         fill(warm, 10 * BATCH)
         claim_microseconds(warm, 10)
@@ -71,22 +83,22 @@ class Controller:
         table = DockTable(grpo_spec(shares=1))
         fill(table, rows)
         grown = private_bytes() - before
-        times = [claim_microseconds(table, min(rows // BATCH, 2000))]
-        for _ in range(repetitions - 1):
+        times = claim_microseconds(table, min(rows // BATCH, claims))
+        while len(times) < claims:
             table = DockTable(grpo_spec(shares=1))
             fill(table, rows)
-            times.append(claim_microseconds(table, min(rows // BATCH, 2000)))
-        return grown, statistics.median(times)
+            times += claim_microseconds(table, min(rows // BATCH, claims - len(times)))
+        return Cost(grown, statistics.median(times), statistics.fmean(times))
 
 
-def measure(sizes: Sequence[int], repetitions: int) -> dict[int, tuple[int, float]]:
-    """Bytes and median microseconds of a claim, for tables of these numbers of rows."""
-    results = {}
+def measure(sizes: Sequence[int], claims: int) -> dict[int, Cost]:
+    """Costs by number of rows."""
+    costs = {}
     for rows in sizes:
         actor: Any = ray.remote(num_cpus=0)(Controller).remote()
-        results[rows] = ray.get(actor.measure.remote(rows, repetitions))
+        costs[rows] = ray.get(actor.measure.remote(rows, claims))
         ray.kill(actor)
-    return results
+    return costs
 
 
 def plot(microseconds: Mapping[int, float], path: Path) -> None:

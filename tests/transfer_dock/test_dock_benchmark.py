@@ -12,7 +12,7 @@ import transfer_dock
 from dock import metadata
 from dock.workload import GROUP, TENSOR_COLUMNS, Workload, checksum
 
-TINY = transfer_dock.Settings({64: (0, 1)}, (1,), wake_ups=3, table_rows=(640,), batch_rows=16)
+TINY = transfer_dock.Settings({64: (0, 1)}, (1,), wake_ups=3, table_rows=(640,), claims=20, batch_rows=16)
 HEADLINES = {
     "dock.iteration_vs_ray",
     "dock.iteration_vs_ray_from_rows",
