@@ -44,6 +44,7 @@ class PolicyObjective:
         response_lengths: Tensor,
         denominators: Denominators,
         kl_coef: float,
+        importance: Tensor | None = None,
     ) -> tuple[Tensor, MetricSet]:
         """This micro-batch's share of the global loss; the shares of all micro-batches and ranks add up to it.
 
@@ -57,6 +58,8 @@ class PolicyObjective:
             response_lengths: [B] int64.
             denominators: of the global mini-batch.
             kl_coef: coefficient of the KL term.
+            importance: [R] float32, weights of the tokens' policy losses, taken as constants; None: all 1. KL and
+                entropy are not weighted: they are properties of the policy being trained at the tokens there are.
 
         Returns:
             Scalar loss, and metrics `actor/*` as means over what the loss is a mean of.
@@ -78,6 +81,8 @@ class PolicyObjective:
         old = log_probs.detach() if old_log_probs is None else clean(old_log_probs)
         batch = PolicyBatch(log_probs, old, clean(advantages), counted, response_lengths)
         pg_loss, stats = self.policy_loss(batch, cfg)
+        if importance is not None:
+            pg_loss = pg_loss * clean(importance.detach())
         loss = self._aggregate(pg_loss, batch, denominators)
         terms = {"pg_loss": loss}
         if ref_log_probs is not None:

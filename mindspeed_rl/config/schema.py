@@ -133,6 +133,10 @@ class RLConfig(Section):
         True, description="actor, reference and rollout share each device; false: rollout has devices of its own"
     )
     blocking: Switch = Field(False, description="true: stages in turn; false: scoring starts while others generate")
+    staleness: Annotated[int, Field(ge=0)] = Field(
+        0,
+        description="iterations that rollout may be ahead of training; above 0 needs use_integrated_worker: false",
+    )
     guarantee_order: Switch = Field(True, description="TransferDock hands rows out in data-set order")
     shuffle_mini_batch: Switch = Field(
         False, description="shuffle the iteration's prompts into mini-batches; needs guarantee_order"
@@ -149,6 +153,12 @@ class RLConfig(Section):
     kl_target: Annotated[float, Field(gt=0)] = Field(0.1, description="target KL of the adaptive controller")
     kl_horizon: Annotated[float, Field(gt=0)] = Field(10000, description="horizon, in sequences, of the controller")
     clip_ratio: Annotated[float, Field(gt=0, le=1)] = Field(0.2, description="policy ratio is clipped to 1 ± this")
+    rollout_is: Literal["off", "stale", "token"] = Field(
+        "stale",
+        description="tokens whose policy loss is weighted by their probability in training over that in rollout: "
+        "none; those that an older policy than the one being trained has sampled; all",
+    )
+    rollout_is_threshold: Annotated[float, Field(gt=0)] = Field(2.0, description="largest importance weight")
     loss_agg_mode: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"] = (
         Field("token-mean", description="how token losses become one number; counts are of the global mini-batch")
     )

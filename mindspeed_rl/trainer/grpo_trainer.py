@@ -1,6 +1,8 @@
 """GRPO (Shao et al. 2024, DeepSeekMath, section 4), one method a stage, top to bottom.
 
 The driver holds no samples: prompts go into the TransferDock, and every stage claims what it needs from there.
+With `staleness` k, up to k iterations after the one being trained are started already: rollout, on devices of its
+own, works them off in order and begins each with the newest weights there are.
 """
 
 from __future__ import annotations
@@ -53,6 +55,9 @@ class GRPOTrainer:
         self.iteration = inputs.completed  # the next one to run, counted from 0; users see steps, counted from 1
         if inputs.state is not None:
             self.kl_controller.load_state_dict(inputs.state["kl_controller"])
+        self._next = self.iteration  # the next one to start
+        self._started: dict[int, list[Any]] = {}  # iteration -> calls that produce its samples
+        self._positions: dict[int, dict[str, Any]] = {}  # iteration -> state of the sampler before it was started
         self._waited: dict[str, float] = {}  # seconds that stages have waited for the dock so far
 
     def fit(self) -> None:
@@ -67,42 +72,52 @@ class GRPOTrainer:
             self._log(report, kl_coef)
 
     def _train_iteration(self, kl_coef: float, report: StepReport) -> None:
-        self._put_prompts()
         report.add(self.fleet.sync_weights(self.iteration))
+        self.dock.advance(self.iteration)
+        while self._next <= min(self.iteration + self.rl.staleness, self.config.actor.train_iters - 1):
+            self._start_iteration(self._next)
+            self._next += 1
+        samples = self._started.pop(self.iteration)
         if self.rl.blocking:
-            report.add(self.watch.wait(self.fleet.generate(self.iteration)))
-            report.add(self.watch.wait([self._start_reward("score")]))
+            report.add(self.watch.wait(samples))
+            report.add(self.watch.wait([self._start_reward("score", self.iteration)]))
             report.add(self.watch.wait(self.fleet.score(self.iteration)))
-            report.add(self.watch.wait([self._start_reward("compute_advantages")]))
+            report.add(self.watch.wait([self._start_reward("compute_advantages", self.iteration)]))
         else:
-            futures = [self._start_reward("score"), self._start_reward("compute_advantages")]
-            futures += self.fleet.generate(self.iteration)
-            futures += self.fleet.score(self.iteration)
-            report.add(self.watch.wait(futures))
+            report.add(self.watch.wait(samples + self.fleet.score(self.iteration)))
         report.add(self.watch.wait(self.fleet.update(self.iteration, kl_coef)))
         self.kl_controller.update(report.kl, self.layout.sequences_per_iteration)
         self.dock.clear(self.iteration)
+        del self._positions[self.iteration]
 
-    def _put_prompts(self) -> None:
+    def _start_iteration(self, iteration: int) -> None:
+        """Put prompts and have them answered; without `blocking`, rewards and advantages follow on their own."""
+        self._positions[iteration] = self.sampler.state_dict()
+        self._put_prompts(iteration)
+        rewards = () if self.rl.blocking else ("score", "compute_advantages")
+        self._started[iteration] = [self._start_reward(method, iteration) for method in rewards]
+        self._started[iteration] += self.fleet.generate(iteration)
+
+    def _put_prompts(self, iteration: int) -> None:
         """Open the iteration in the dock with one row for each sample to be generated."""
         group, samples = self.rl.n_samples_per_prompt, [self.inputs.dataset[i] for i in next(self.sampler)]
         block = self.rl.mini_batch_size * group
         orders = {}
         if self.rl.shuffle_mini_batch:
-            prompts = permutation(len(samples), self.config.actor.seed, self.iteration)
+            prompts = permutation(len(samples), self.config.actor.seed, iteration)
             orders["update"] = [prompt * group + sample for prompt in prompts for sample in range(group)]
-        self.dock.begin(self.iteration, len(samples), group, block, orders)
+        self.dock.begin(iteration, len(samples), group, block, orders)
         ids = [torch.tensor(sample.prompt_ids) for sample in samples]
         rows = range(len(samples) * group)
         columns: dict[str, list[Any]] = {
             "prompt_ids": [ids[row // group] for row in rows],
             "sample": [samples[row // group] for row in rows],
         }
-        self.dock.put(self.iteration, rows, columns)
+        self.dock.put(iteration, rows, columns)
 
-    def _start_reward(self, method: str) -> Any:
-        future = getattr(self.reward, method).remote(self.iteration)
-        return self.watch.add(future, Call(-1, method, self.iteration + 1))
+    def _start_reward(self, method: str, iteration: int) -> Any:
+        future = getattr(self.reward, method).remote(iteration)
+        return self.watch.add(future, Call(-1, method, iteration + 1))
 
     def _log(self, report: StepReport, kl_coef: float) -> None:
         waited = self.dock.stats()["wait_seconds"]
@@ -129,12 +144,16 @@ class GRPOTrainer:
                 self.store.commit(self.iteration, self.state_dict())
 
     def state_dict(self) -> dict[str, Any]:
-        """What the driver must remember to go on exactly: position in the data, KL coefficient."""
+        """What the driver must remember to go on exactly: position in the data, KL coefficient.
+
+        The position is that of the next iteration to train. What was generated beyond it is not kept: a run that
+        goes on draws those prompts again, and has them answered by the weights of the checkpoint.
+        """
         actor = self.config.actor
         saved = {"optimizer": not actor.no_save_optim, "rng": not actor.no_save_rng}
         return {
             "iteration": self.iteration,
-            "sampler": self.sampler.state_dict(),
+            "sampler": self._positions.get(self.iteration) or self.sampler.state_dict(),
             "kl_controller": self.kl_controller.state_dict(),
             "start_weights": self.inputs.source.weights,
             "saved": [part for part, is_saved in saved.items() if is_saved],

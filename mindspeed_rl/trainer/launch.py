@@ -65,8 +65,8 @@ def _train(config: Config, inputs: Inputs, folder: RunFolder, stack: ExitStack) 
     config = config.model_copy(update={"device": device.name})
     cpus = config.rl_config.num_cpus_for_local_task
     dock = RayTransferDock.create(dock_spec(config, layout), num_cpus=cpus)
-    # its two stages run side by side, and `close` must not wait for them
-    reward_actor: Any = ray.remote(RewardWorker).options(num_cpus=cpus, max_concurrency=3)
+    concurrency = RewardWorker.concurrent_calls(config)
+    reward_actor: Any = ray.remote(RewardWorker).options(num_cpus=cpus, max_concurrency=concurrency)
     reward = reward_actor.remote(config, layout, inputs.tokenizer, dock, folder.logs)
     stack.callback(_close, reward)
     fleet = make_fleet(config, layout, inputs.model, device, folder.logs)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import threading
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,7 +35,10 @@ class RewardReport:
 
 
 class RewardWorker:
-    """A local (CPU) actor with two stages, `score` and `compute_advantages`, that run side by side."""
+    """A local (CPU) actor with two stages, `score` and `compute_advantages`.
+
+    They run side by side, also for several iterations: so many calls are in progress at once (`concurrent_calls`).
+    """
 
     SHOWN_SAMPLES = 3
     # while others generate: scoring in parts overlaps with that, but a claim for each group would cost too much
@@ -46,6 +50,7 @@ class RewardWorker:
         setup_logging(log_folder, "reward", capture=True)
         self.config, self.layout, self.tokenizer, self.dock = config, layout, tokenizer, dock
         self.manager = RewardManager(config.rl_config)
+        self.scoring = threading.Lock()  # of one iteration at a time
         self.timeout = 60 * config.rl_config.stage_timeout_minutes
 
     def _claim(self, consumer: str, timings: Timings) -> Claim | None:
@@ -69,7 +74,8 @@ class RewardWorker:
                     RewardSample(sample.prompt_text, text, sample.label, sample.extra)
                     for sample, text in zip(columns["sample"], texts, strict=True)
                 ]
-                result = self.manager.score(samples)
+                with self.scoring:
+                    result = self.manager.score(samples)
                 self.dock.ack(claim, {"rewards": result.total})
             report.metrics.merge(result.metrics())
             for name, messages in result.messages.items():
@@ -137,6 +143,11 @@ class RewardWorker:
                     "reward/zero_variance_groups", float(len(scored) == 0 or bool((scored == scored[0]).all()))
                 )
         return RewardReport(timings.spans, metrics)
+
+    @staticmethod
+    def concurrent_calls(config: Config) -> int:
+        """Both stages of every iteration that may be under way, and `close`, which must not wait for them."""
+        return 2 * (config.rl_config.staleness + 1) + 1
 
     def close(self) -> None:
         """End the verifiers' processes."""

@@ -33,6 +33,7 @@ class Rollout:
         self.replica = self.layout.rollout_replica(context.rank)
         self.group = ControlGroup(self.layout.rollout_engines(), context.rank, context.collective_minutes)
         self.sampling = self.config.generate_config.sampling_config
+        self.version = 0  # of the weights in the engine: iterations that they were trained for
         seed = self.config.actor.seed + self.replica
         self.engine: GenerationEngine = VllmEngine(
             self.config.generate_config, hf_folder, self.device, seed, stop_tokens
@@ -112,6 +113,8 @@ class Rollout:
         }
         if self.sampling.logprobs:
             columns["rollout_log_probs"] = [torch.tensor(g.log_probs, dtype=torch.float32) for g in generations]
+        if "policy_versions" in self.dock.spec.consumers["rollout"].puts:
+            columns["policy_versions"] = [torch.full_like(tokens, self.version) for tokens in columns["responses"]]
         if self.sampling.detokenize:
             columns["texts"] = [g.text for g in generations]
         return columns

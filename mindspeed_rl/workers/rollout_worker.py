@@ -20,18 +20,22 @@ class RolloutWorker(Worker):
     def start(self, address: str, dock: TransferDock, hf_folder: str, stop_tokens: Sequence[int], board: Any) -> None:
         """Join the world at `address` and build the engine; its weights will come from `board`, a `WeightBoard`."""
         self.join(address, self.layout.rollout_world, dock)
-        self.board = board
-        self.version: int | None = None  # of the weights in the engine
+        self.board, self.loaded = board, False
         self.rollout = Rollout(self.context, hf_folder, stop_tokens)
 
     def generate(self, iteration: int) -> WorkerReport:
-        """Generate this rollout replica's share of the iteration's responses."""
+        """Generate this rollout replica's share of the iteration's responses, with the newest weights there are.
+
+        The dock hands prompts out once the policy is at most `staleness` versions behind, and weights are published
+        before that: what is newest then is new enough.
+        """
         timings = Timings(iteration)
         self.context.device.reset_peak_memory()
         with timings.waiting("rollout"):
             claims = self.rollout.claim(iteration)
         with timings("resharding_to_infer"):
             self._take_weights()
+        assert iteration - self.rollout.version <= self.config.rl_config.staleness, "the dock bounds staleness"
         with timings("rollout"):
             self.rollout.generate(iteration, claims)
         return self.context.report(timings)
@@ -39,7 +43,7 @@ class RolloutWorker(Worker):
     def _take_weights(self) -> None:
         """Bring the engine to the newest version there is, the same on all ranks of the engine."""
         version = self.rollout.group.share(lambda: ray.get(self.board.newest.remote()))
-        if version != self.version:
+        if not self.loaded or version != self.rollout.version:
             refs = ray.get(self.board.get.remote(version))
             self.rollout.engine.update_weights(unpack_weights(ray.get(ref) for ref in refs))
-            self.version = version
+            self.rollout.version, self.loaded = version, True

@@ -23,6 +23,7 @@ COLUMNS = {
     "sample": OBJECT,  # PromptSample: text, label and source, shared by the group
     "responses": TOKENS,  # generated ids: exactly these are trained on
     "rollout_log_probs": PER_TOKEN,  # of the policy that generated, by the rollout engine
+    "policy_versions": TOKENS,  # of the policy that generated each token: iterations it was trained for
     "texts": OBJECT,  # responses as text, where the rollout engine decodes them
     "rewards": ColumnSpec(dtype="float32", kind="scalar"),  # weighted sum of the verifiers; NaN: scoring failed
     "reference_log_probs": PER_TOKEN,
@@ -54,7 +55,7 @@ def uses_reference(config: Config) -> bool:
 def uses_old_log_probs(config: Config) -> bool:
     """False if every update starts from the policy that generated: the training pass then yields the same values."""
     rl = config.rl_config
-    return rl.epochs > 1 or rl.mini_batch_size < config.actor.global_batch_size
+    return rl.staleness > 0 or rl.epochs > 1 or rl.mini_batch_size < config.actor.global_batch_size
 
 
 def scoring_stages(config: Config) -> list[str]:
@@ -69,6 +70,7 @@ def update_columns(config: Config) -> tuple[str, ...]:
         "reference_log_probs": uses_reference(config),
         "old_log_probs": uses_old_log_probs(config),
         "rollout_log_probs": bool(config.generate_config.sampling_config.logprobs),
+        "policy_versions": config.rl_config.staleness > 0,
     }
     return ("advantages", "loss_mask", *(name for name, used in optional.items() if used))
 
@@ -79,9 +81,14 @@ def dock_spec(config: Config, layout: Layout) -> DockSpec:
     sampling = config.generate_config.sampling_config
     text = ("texts",) if sampling.detokenize else ()
     log_probs = ("rollout_log_probs",) if sampling.logprobs else ()
+    staleness = config.rl_config.staleness
+    versions = ("policy_versions",) if staleness else ()
     consumers = {
         "rollout": ConsumerSpec(
-            needs=("prompt_ids",), shares=layout.rollout_replicas, puts=("responses", *log_probs, *text)
+            needs=("prompt_ids",),
+            shares=layout.rollout_replicas,
+            puts=("responses", *log_probs, *versions, *text),
+            max_staleness=staleness,
         ),
         "reward": ConsumerSpec(needs=("sample", "responses", *text), puts=("rewards",)),
         **{

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 import torch
 
 from mindspeed_rl.algorithms.aggregation import count
+from mindspeed_rl.algorithms.importance import truncated_weights, weight_metrics
 from mindspeed_rl.algorithms.mismatch import mismatch_metrics
 from mindspeed_rl.algorithms.policy_objective import PolicyObjective
 from mindspeed_rl.checkpoint.hf import HFWeights, is_hf_folder
@@ -155,15 +156,15 @@ class Training:
                 batch = self._fetch(claim)
                 if self.rl.epochs > 1:
                     mini_batches.append(batch)
-                metrics.merge(self._train(batch, kl_coef))
+                metrics.merge(self._train(batch, kl_coef, timings.iteration))
                 if self.replica.is_leader:
                     self.dock.ack(claim)
         for batch in mini_batches * (self.rl.epochs - 1):
             with timings("update"):
-                metrics.merge(self._train(batch, kl_coef))
+                metrics.merge(self._train(batch, kl_coef, timings.iteration))
         return metrics
 
-    def _train(self, batch: RolloutBatch, kl_coef: float) -> MetricSet:
+    def _train(self, batch: RolloutBatch, kl_coef: float, iteration: int) -> MetricSet:
         local = count(torch.cat(batch.columns["loss_mask"]), batch.response_lengths)
         cost = sum(sequence_costs(batch.lengths, self.model))
         needed = len(self._micro_batches(batch, "update"))
@@ -178,6 +179,7 @@ class Training:
         ) -> tuple[torch.Tensor, MetricSet]:
             columns = {name: torch.cat(values).to(log_probs.device) for name, values in micro.columns.items()}
             old = columns.get("old_log_probs", log_probs.detach())
+            importance = self._importance(columns, old, iteration)
             value, metrics = self.objective(
                 log_probs=log_probs,
                 entropy=entropy,
@@ -188,7 +190,14 @@ class Training:
                 response_lengths=micro.response_lengths.to(log_probs.device),
                 denominators=denominators,
                 kl_coef=kl_coef,
+                importance=importance,
             )
+            if importance is not None:
+                metrics.merge(weight_metrics(importance, self.rl.rollout_is_threshold, columns["loss_mask"]))
+            if "policy_versions" in columns:
+                age = iteration - columns["policy_versions"]
+                metrics.mean("staleness/mean", age, unit="iterations")
+                metrics.max("staleness/max", age, unit="iterations")
             if "rollout_log_probs" in columns:
                 metrics.merge(mismatch_metrics(old, columns["rollout_log_probs"], columns["loss_mask"]))
             return value, metrics
@@ -196,6 +205,18 @@ class Training:
         metrics = self.engine.train_mini_batch(batch, loss, passes, self.sampling.temperature, entropy=True)
         metrics.mean("update/imbalance", largest_cost * self.layout.dp / whole_cost)
         return metrics
+
+    def _importance(
+        self, columns: Mapping[str, torch.Tensor], old: torch.Tensor, iteration: int
+    ) -> torch.Tensor | None:
+        """Weights [R] of the tokens' policy losses; None: all 1."""
+        kind, threshold = self.rl.rollout_is, self.rl.rollout_is_threshold
+        if kind == "token":
+            return truncated_weights(old, columns["rollout_log_probs"], threshold)
+        if kind == "stale" and "policy_versions" in columns:
+            stale = columns["policy_versions"] < iteration
+            return truncated_weights(old, columns["rollout_log_probs"], threshold, stale)
+        return None
 
     def save(self, root: str, iteration: int) -> None:
         """Write this rank's part of a checkpoint that the driver has begun and will commit."""

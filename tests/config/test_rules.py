@@ -72,6 +72,18 @@ EXAMPLES = {
         [*SEPARATE, "generate_config.offload_train_grad=true"],
         "generate_config.offload_train_grad", True, "makes room for rollout", "set it to false",
     ),
+    "staleness_needs_devices_for_rollout": (
+        ["rl_config.staleness=1"],
+        "rl_config.staleness", 1, "cannot generate at the same time", "use_integrated_worker: false",
+    ),
+    "importance_needs_log_probs": (
+        ["rl_config.rollout_is=token", "generate_config.sampling_config.logprobs=false"],
+        "rl_config.rollout_is", "token", "logprobs = False", "set logprobs: true",
+    ),
+    "importance_threshold_is_used": (
+        ["rl_config.rollout_is_threshold=3"],
+        "rl_config.rollout_is_threshold", 3.0, "staleness = 0", "rollout_is: token",
+    ),
     "training_tp_divides_model": (
         ["actor_config.tensor_model_parallel_size=8"],
         "actor_config.tensor_model_parallel_size", 8, "num_query_groups = 4", "possible: 1, 2, 4",
@@ -270,6 +282,9 @@ def test_rules_read_the_keys_they_declare():
         DYNAMIC,
         [*DYNAMIC, "rl_config.max_packing_token_size=4096"],
         SEPARATE,
+        [*SEPARATE, "rl_config.blocking=false", "rl_config.staleness=2", "rl_config.rollout_is_threshold=1.5"],
+        ["rl_config.rollout_is=token", "rl_config.rollout_is_threshold=0.5"],
+        ["generate_config.sampling_config.logprobs=false"],  # no token is of an older policy
         ["rl_config.verifier_function=[acc,custom]", "+rl_config.custom_reward_function={path: reward.py}"],
     ],
     ids=lambda overrides: overrides[0],
@@ -301,6 +316,28 @@ def test_devices_of_rollout_are_for_rollout_apart_from_training():
     (violation,) = violations_of("rl_config.rollout_resource={num_npus: 4}")
     assert (violation.path, violation.value) == ("rl_config.rollout_resource.num_npus", 4)
     assert "use_integrated_worker: false" in violation.suggestion
+
+
+def test_stages_in_turn_leave_nothing_to_be_stale():
+    (violation,) = violations_of(*SEPARATE, "rl_config.blocking=true", "rl_config.staleness=1")
+    assert (violation.path, violation.value) == ("rl_config.staleness", 1)
+    assert "blocking: false" in violation.suggestion
+
+
+def test_correction_of_stale_tokens_needs_their_log_probs():
+    logprobs = "generate_config.sampling_config.logprobs=false"
+    found = violations_of(*SEPARATE, "rl_config.blocking=false", "rl_config.staleness=1", logprobs)
+    assert [(v.path, v.value) for v in found] == [("rl_config.rollout_is", "stale")]
+    load_config(
+        BASE, [*SEPARATE, "rl_config.blocking=false", "rl_config.staleness=1", logprobs, "rl_config.rollout_is=off"]
+    )
+
+
+@pytest.mark.parametrize(
+    "key", ["rl_config.staleness=-1", "rl_config.rollout_is_threshold=0", "rl_config.rollout_is=all"]
+)
+def test_values_that_mean_nothing_for_stale_tokens(key):
+    assert [violation.path for violation in violations_of(key)] == [key.partition("=")[0]]
 
 
 def test_rollout_apart_divides_its_own_devices():
