@@ -206,8 +206,8 @@ class Iteration:
     def lose(self, payloads: Iterable[int], leases: Mapping[int, Lease]) -> tuple[dict[str, list[int]], list[int]]:
         """The values in these payloads are gone.
 
-        What some consumer still needs is made again: its maker gets the rows back, and so does every consumer that
-        has already worked with the old values. Rows that every final consumer has acknowledged need nothing any more.
+        What some consumer has yet to work with is made again: its maker gets the rows back, and so does everybody in
+        between who made something of the old values. Rows that all consumers have acknowledged need nothing any more.
         Values that no consumer makes are named in `lost`.
 
         Args:
@@ -215,22 +215,18 @@ class Iteration:
             leases: this iteration's leases by number.
 
         Returns:
-            Rows handed out again by consumer, and the leases that end because their rows are among these.
+            Rows handed out again by consumer, and the leases that end because what they were to read is gone or
+            will be made again.
         """
         missing = list(payloads)
         dead = {name: np.isin(values >> 32, missing) for name, values in self.locations.items()}
         self.payloads -= set(missing)
-        redo = self._redo(dead)
-        for name, rows in dead.items():
-            maker = self._maker(name)
-            gone = rows | redo[maker] if maker is not None else rows
-            self.locations[name][gone] = 0
-            if maker is None and not self.spec.columns[name].replaceable:
-                readers = [p for p in self.progress.values() if name in p.spec.needs]
-                wanted = np.any([rows & ~self._acked(p) | rows & redo[p.name] for p in readers], axis=0)
-                if np.any(wanted):
-                    self.lost[name] = np.union1d(self.lost.get(name, []), np.flatnonzero(wanted)).astype(np.int64)
-        ended = self._ended_leases(redo, dead, leases)
+        redo, outdated = self._redo(dead)
+        self._name_lost(dead, redo)
+        gone = {name: dead[name] | outdated[name] for name in dead}
+        ended = [number for number, lease in leases.items() if self._reads_any(lease, gone)]
+        for name, rows in gone.items():
+            self.locations[name][rows] = 0
         for name, progress in self.progress.items():
             state = progress.state()
             state["acked_by"][progress.units_of(np.flatnonzero(redo[name]))] = 0
@@ -245,56 +241,48 @@ class Iteration:
             self.close_if_enough()
         return {name: np.flatnonzero(rows).tolist() for name, rows in redo.items() if rows.any()}, ended
 
-    def _redo(self, dead: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Rows that each consumer must do again, [rows] bool."""
-        final = [p for p in self.progress.values() if not p.spec.puts]
-        over = np.all([self._acked(p) for p in final], axis=0) if final else np.zeros(self.rows, bool)
-        redo = {name: np.zeros(self.rows, bool) for name in self.progress}
+    def _redo(self, dead: Mapping[str, np.ndarray]) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+        """Rows that each consumer has done and must do again, and rows of each column whose value is out of date.
+
+        A value is out of date if it, or something it was made of, is made again. It is made again itself if, beside
+        that or being gone, somebody has yet to work with it: has not done the row, or must do it again.
+        """
+        none = np.zeros(self.rows, bool)
+        acked = {name: progress.done_rows(self.rows) for name, progress in self.progress.items()}
+        redo = {name: none.copy() for name in self.progress}
+        outdated = {column: none.copy() for column in self.locations}
+        readers = {c: [n for n, consumer in self.spec.consumers.items() if c in consumer.needs] for c in outdated}
         while True:
-            before = sum(int(rows.sum()) for rows in redo.values())
+            before = sum(int(rows.sum()) for rows in (*redo.values(), *outdated.values()))
             for name, progress in self.progress.items():
-                if not progress.spec.puts:
-                    continue
-                for column in progress.spec.puts:  # what it made is gone, and somebody still needs it
-                    for reader in self.progress.values():
-                        if column in reader.spec.needs:
-                            redo[name] |= dead[column] & ~over & (~self._acked(reader) | redo[reader.name])
-                for column in progress.spec.needs:  # what it worked with is made again
-                    maker = self._maker(column)
-                    if maker is not None:
-                        redo[name] |= redo[maker] & ~over
-                redo[name] = self._whole_units(progress, redo[name])
-            if sum(int(rows.sum()) for rows in redo.values()) == before:
-                return redo
+                renewed = np.any([outdated[column] for column in progress.spec.needs], axis=0)
+                renewed = acked[name] & _whole_units(progress, renewed)
+                for column in progress.spec.puts:
+                    absent = dead[column] | (self.locations[column] == 0)
+                    wanted = np.any([none, *(~acked[reader] | redo[reader] for reader in readers[column])], axis=0)
+                    redo[name] |= _whole_units(progress, acked[name] & wanted & (absent | renewed))
+                for column in progress.spec.puts:
+                    outdated[column] |= redo[name] | renewed
+            if sum(int(rows.sum()) for rows in (*redo.values(), *outdated.values())) == before:
+                return redo, outdated
 
-    def _acked(self, progress: Progress) -> np.ndarray:
-        return progress.done_rows(self.rows)
+    def _name_lost(self, dead: Mapping[str, np.ndarray], redo: Mapping[str, np.ndarray]) -> None:
+        """Note needed values that no consumer makes: dead ones, and earlier dead ones of rows done again."""
+        made = {column for consumer in self.spec.consumers.values() for column in consumer.puts}
+        for name, rows in dead.items():
+            if name in made or self.spec.columns[name].replaceable:
+                continue
+            absent = rows | (self.locations[name] == 0)
+            for reader, progress in self.progress.items():
+                if name in progress.spec.needs:
+                    needed = rows & ~progress.done_rows(self.rows) | absent & redo[reader]
+                    if needed.any():
+                        self.lost[name] = np.union1d(self.lost.get(name, []), np.flatnonzero(needed)).astype(np.int64)
 
-    def _maker(self, column: str) -> str | None:
-        return next((name for name, consumer in self.spec.consumers.items() if column in consumer.puts), None)
-
-    def _whole_units(self, progress: Progress, rows: np.ndarray) -> np.ndarray:
-        if progress.unit_rows == 1:
-            return rows
-        groups = rows.reshape(-1, progress.unit_rows).any(axis=1)
-        return np.repeat(groups, progress.unit_rows)
-
-    def _ended_leases(
-        self, redo: Mapping[str, np.ndarray], dead: Mapping[str, np.ndarray], leases: Mapping[int, Lease]
-    ) -> list[int]:
-        ended = []
-        for number, lease in leases.items():
-            progress = self.progress[lease.consumer]
-            rows = progress.rows_of(lease.units)
-            unreadable = any(dead[column][rows].any() for column in progress.spec.reads)
-            made_again = any(
-                redo[maker][rows].any()
-                for column in progress.spec.needs
-                if (maker := self._maker(column)) is not None
-            )
-            if unreadable or made_again or redo[lease.consumer][rows].any():
-                ended.append(number)
-        return ended
+    def _reads_any(self, lease: Lease, gone: Mapping[str, np.ndarray]) -> bool:
+        progress = self.progress[lease.consumer]
+        rows = progress.rows_of(lease.units)
+        return any(gone[column][rows].any() for column in progress.spec.reads)
 
     def check_not_lost(self, number: int, consumer: str) -> None:
         """Raise `DockError` if rows can never become ready for a consumer because their values are lost."""
@@ -338,3 +326,10 @@ class Iteration:
         iteration._lacking = iteration._count_lacking()
         iteration.close_if_enough()
         return iteration
+
+
+def _whole_units(progress: Progress, rows: np.ndarray) -> np.ndarray:
+    """[rows] bool: these, and for a grouped consumer all others of their groups."""
+    if progress.unit_rows == 1:
+        return rows
+    return np.repeat(rows.reshape(-1, progress.unit_rows).any(axis=1), progress.unit_rows)

@@ -115,7 +115,8 @@ class Progress:
             np.subtract.at(self.missing, units, values)  # a unit may occur several times
         else:
             self.missing[units] -= values
-        ready = list(dict.fromkeys(units[self.missing[units] == 0].tolist()))
+        # Units that are done may get values again, which others of their group, or other consumers, had lost.
+        ready = list(dict.fromkeys(units[(self.missing[units] == 0) & (self.acked_by[units] == 0)].tolist()))
         if ready:
             self.queue.became_ready(ready)
         return bool(ready)
