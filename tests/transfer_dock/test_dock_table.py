@@ -51,7 +51,8 @@ class DockMachine(RuleBasedStateMachine):
             for name, c in consumers.items()
         }  # fmt: skip
         self.present = {row: set() for row in range(self.rows)}
-        self.leases = []  # (claim, expiry)
+        self.leases = []  # [claim, rows of it that are held, when the lease began, holder]
+        self.seen = {}  # holder -> when it gave its last sign of life
         if draw(st.booleans()):  # half of the schedules start with rows to claim: those that matter come sooner
             self.supply(draw(st.permutations(range(self.rows))), COLUMNS)
 
@@ -90,18 +91,19 @@ class DockMachine(RuleBasedStateMachine):
 
     @rule(data=st.data(), name=st.sampled_from(["x", "y"]), units=st.integers(1, 4))
     def claim(self, data, name, units):
-        self.check_claim(name, units, data.draw(st.integers(0, len(self.references[name].owned) - 1)))
+        share = data.draw(st.integers(0, len(self.references[name].owned) - 1))
+        self.check_claim(name, units, share, data.draw(st.sampled_from([None, "p", "q"])))
 
-    def check_claim(self, name, units, share):
+    def check_claim(self, name, units, share, holder=None):
         reference = self.references[name]
         expected = reference.claim(share, units * reference.unit, self.present)
-        claim = self.table.claim(name, 0, units * reference.unit, share)
+        claim = self.table.claim(name, 0, units * reference.unit, share, holder=holder)
         if expected is None or expected is NOT_YET:
             assert claim is expected
         else:
             assert list(claim.rows) == expected
             assert (claim.locations > 0).all()
-            self.leases.append((claim, self.now + LEASE))
+            self.leases.append([claim, list(claim.rows), self.now, holder])
 
     @rule(units=st.integers(1, 2))
     def everyone_claims(self, units):
@@ -113,21 +115,50 @@ class DockMachine(RuleBasedStateMachine):
     def end(self, data, acked):
         if not self.leases:
             return
-        claim, _ = self.leases.pop(data.draw(st.integers(0, len(self.leases) - 1)))
+        claim, rows, *_ = self.leases.pop(data.draw(st.integers(0, len(self.leases) - 1)))
         finish = self.table.ack if acked else self.table.release
         finish(0, claim.lease)
-        self.references[claim.consumer].end(claim.share, claim.rows, acked)
+        self.references[claim.consumer].end(claim.share, rows, acked)
         with pytest.raises(DockError, match="not held"):
             finish(0, claim.lease)
+
+    @rule(data=st.data())
+    def ack_some(self, data):
+        """Some units of a lease, in any order; the others stay held."""
+        if not self.leases:
+            return
+        lease = data.draw(st.sampled_from(self.leases))
+        claim, held, *_ = lease
+        unit = self.references[claim.consumer].unit
+        units = data.draw(st.lists(st.integers(0, len(held) // unit - 1), min_size=1, unique=True))
+        rows = [row for index in units for row in held[index * unit : (index + 1) * unit]]
+        if unit > 1:
+            with pytest.raises(DockError, match="takes whole groups"):
+                self.table.ack(0, claim.lease, as_rows(rows[1:]))
+        self.table.ack(0, claim.lease, as_rows(rows))
+        self.references[claim.consumer].end(claim.share, rows, True)
+        lease[1] = [row for row in held if row not in rows]
+        with pytest.raises(DockError, match="not held"):
+            self.table.ack(0, claim.lease, as_rows(rows))
+        if not lease[1]:
+            self.leases.remove(lease)
+
+    @rule(holder=st.sampled_from(["p", "q"]))
+    def renew(self, holder):
+        self.table.renew(holder)
+        self.seen[holder] = self.now
 
     @rule(seconds=st.sampled_from([0.5, LEASE / 2, LEASE]))
     def wait(self, seconds):
         self.now += seconds
         self.table.expire()
-        for claim, expiry in self.leases:
-            if expiry <= self.now:
-                self.references[claim.consumer].end(claim.share, claim.rows, False)
-        self.leases = [(claim, expiry) for claim, expiry in self.leases if expiry > self.now]
+        ends = {
+            claim.lease: max(since, self.seen.get(holder, 0.0)) + LEASE for claim, _, since, holder in self.leases
+        }
+        for claim, rows, *_ in sorted(self.leases, key=lambda lease: (ends[lease[0].lease], lease[0].lease)):
+            if ends[claim.lease] <= self.now:
+                self.references[claim.consumer].end(claim.share, rows, False)
+        self.leases = [lease for lease in self.leases if ends[lease[0].lease] > self.now]
 
     @precondition(lambda self: self.spec.guarantee_order)
     @rule()
@@ -139,11 +170,11 @@ class DockMachine(RuleBasedStateMachine):
         state, payloads = self.table.snapshot()
         self.table = self.new_table()
         self.table.restore(state, payloads)
-        for claim, _ in self.leases:
-            self.references[claim.consumer].end(claim.share, claim.rows, False)
+        for claim, rows, *_ in self.leases:
+            self.references[claim.consumer].end(claim.share, rows, False)
             with pytest.raises(DockError, match="not held"):
                 self.table.ack(0, claim.lease)
-        self.leases = []
+        self.leases, self.seen = [], {}
 
     @invariant()
     def nothing_twice(self):
@@ -171,6 +202,18 @@ class DockMachine(RuleBasedStateMachine):
                 assert len(reference.done[share]) == len(owned)
             done = [row for share in reference.done for unit in share for row in unit]
             assert sorted(done) == list(range(self.rows))
+        self.table.clear(0)
+        late = [claim.lease for claim, *_ in self.leases] or [0]
+        for call in (
+            lambda: self.table.put(0, as_rows([0]), ["a"], "payload", 8),
+            lambda: self.table.claim("x", 0, self.group),
+            lambda: self.table.ack(0, late[0]),
+            lambda: self.table.release(0, late[0]),
+            lambda: self.table.clear(0),
+        ):
+            with pytest.raises(DockError, match="iteration 0 has been cleared"):
+                call()
+        assert (self.table.live_bytes, self.table.stats()["rows_out"]) == (0, 0)
 
 
 TestDockMachine = DockMachine.TestCase
