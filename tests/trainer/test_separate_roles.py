@@ -17,17 +17,19 @@ ONE_DEVICE = "rl_config.actor_resource.num_npus=1"
 
 
 def test_rollout_apart_trains_the_same_bit_for_bit(inputs: Path, tmp_path: Path) -> None:
-    together = run(inputs, tmp_path, ONE_DEVICE, name="together")
-    apart = run(inputs, tmp_path, ONE_DEVICE, *SEPARATE, "trace=true", name="apart")
+    common = (ONE_DEVICE, "rl_config.rollout_is=token", "trace=true")
+    together = run(inputs, tmp_path, *common, name="together")
+    apart = run(inputs, tmp_path, *common, *SEPARATE, name="apart")
     assert [training(step) for step in apart] == [training(step) for step in together]
     assert apart[0]["timing/export_weights"] > 0
-    assert not (tmp_path / "together" / "trace.json").exists()
-    check_trace(spans(tmp_path / "apart"), apart)
+    assert apart[0]["rollout/is_weight"] == pytest.approx(1, abs=1e-5)  # both engines compute the same policy
+    check_trace(spans(tmp_path / "together"), together, ranks=1)
+    check_trace(spans(tmp_path / "apart"), apart, ranks=2)
 
 
-def check_trace(found: list[dict[str, Any]], steps: list[dict[str, Any]]) -> None:
+def check_trace(found: list[dict[str, Any]], steps: list[dict[str, Any]], ranks: int) -> None:
     """One thing at a time in every thread, and sums that are the timing metrics."""
-    assert {event["process"] for event in found} == {"driver", "reward worker", "rank 0", "rank 1"}
+    assert {event["process"] for event in found} == {"driver", "reward worker", *(f"rank {n}" for n in range(ranks))}
     threads: dict[tuple[int, int], list[dict[str, Any]]] = {}
     for event in found:
         threads.setdefault((event["pid"], event["tid"]), []).append(event)

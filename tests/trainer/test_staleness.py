@@ -75,6 +75,7 @@ def test_a_checkpoint_is_of_what_was_trained_not_of_what_was_generated(
     steps = run(inputs, folder, *arguments, "actor_config.save=null", name="on")
     assert [step["step"] for step in steps] == [SAVED + 1, SAVED + 2]
     assert [step["staleness/max"] for step in steps] == [0, 1]
+    assert not (folder / "on" / "trace.json").exists()  # it was not asked for
     assert prompts(folder / "on", SAVED + 1) == prompts(folder / "run", SAVED + 1)
     assert prompts(folder / "on", SAVED + 2) == prompts(folder / "run", SAVED + 2)
 
@@ -89,7 +90,7 @@ def prompts(folder: Path, step: int) -> list[str]:
 
 def test_a_killed_rollout_worker_ends_the_run(inputs: Path, tmp_path: Path) -> None:
     process = subprocess.Popen(
-        command(inputs, tmp_path, *STALE, "megatron_training.train_iters=1000", "run_name=run"),
+        command(inputs, tmp_path, *STALE, "megatron_training.train_iters=1000", "trace=true", "run_name=run"),
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
@@ -107,3 +108,5 @@ def test_a_killed_rollout_worker_ends_the_run(inputs: Path, tmp_path: Path) -> N
     assert time.monotonic() - killed < 60
     assert process.returncode == 3, stderr[-2000:]
     assert re.search(r"worker rank 1 failed in stage 'rollout' at step \d+: its process died", stderr), stderr[-2000:]
+    steps = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    assert {span["args"]["step"] for span in spans(tmp_path / "run")} >= set(range(1, len(steps) + 1))
