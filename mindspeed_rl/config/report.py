@@ -59,6 +59,7 @@ def _parallel_table(cfg: Config, layout: Layout) -> Table:
         rows.append(("resharding cells", len(layout.cells()), "sets of ranks that exchange weights among themselves"))
     else:
         rows.insert(2, ("rollout ranks (devices)", layout.rollout_world, "rl_config.rollout_resource.num_npus"))
+        rows.append(("iterations that rollout may be ahead", cfg.rl_config.staleness, "rl_config.staleness"))
     for what, value, source in rows:
         table.add_row(what, str(value), source)
     return table

@@ -109,7 +109,7 @@ def test_a_device_of_one_role_holds_nothing_of_the_other():
     console = Console(file=io.StringIO(), width=120)
     print_report(cfg, console)
     text = console.file.getvalue()
-    for part in ("Training ranks", "Rollout ranks", "rl_config.rollout_resource.num_npus"):
+    for part in ("Training ranks", "Rollout ranks", "rl_config.rollout_resource.num_npus", "rl_config.staleness"):
         assert part in text
     for part in ("resharding cells", "kept while generating"):
         assert part not in text
