@@ -79,6 +79,8 @@ class Client:
     def _wait(self, socket: zmq.Socket, method: str, deadline: float, seconds: float) -> None:
         while not socket.poll(int(1000 * _LOOK_SECONDS)):
             if not ray.is_initialized() or ray.wait([self._lifetime], timeout=0)[0]:
+                with self._lock:
+                    self._kept.clear()  # nobody can ask for it any more
                 raise DockError(f"the TransferDock controller died ('{method}' was called)")
             if time.monotonic() > deadline:
                 raise DockTimeout(

@@ -130,8 +130,6 @@ class Iteration:
         """See which of these groups are complete now, and what follows from that."""
         assert self.selection is not None
         complete = prompts[(self._lacking[prompts] == 0) & ~self.selection.complete[prompts]]
-        if not complete.size:
-            return []
         selected = self.selection.completed(complete.tolist())
         if selected:
             rows = (np.array(selected)[:, None] * self.begin.n_samples + np.arange(self.begin.n_samples)).ravel()
@@ -178,6 +176,7 @@ class Iteration:
             self.lengths[name][: len(rows)] = numbers[rows]
         ids = {int(key) for values in self.locations.values() for key in np.unique(values[: len(rows)] >> 32)}
         self.payloads |= ids - {0}
+        self.lost = {name: np.flatnonzero(np.isin(rows, lost)) for name, lost in former.lost.items()}
         for name, progress in self.progress.items():
             state = progress.state()
             if progress.spec.all_prompts:  # rows that are complete need no more of it
@@ -286,8 +285,11 @@ class Iteration:
 
     def check_not_lost(self, number: int, consumer: str) -> None:
         """Raise `DockError` if rows can never become ready for a consumer because their values are lost."""
-        for column in self.spec.consumers[consumer].needs:
+        progress = self.progress[consumer]
+        for column in progress.spec.needs:
             rows = self.lost.get(column, np.empty(0, np.int64))
+            if rows.size:
+                rows = np.intersect1d(rows, progress.rows_of(np.flatnonzero(progress.acked_by == 0)))
             if rows.size:
                 shown = ", ".join(map(str, rows[:4].tolist())) + (", …" if rows.size > 4 else "")
                 raise DockError(

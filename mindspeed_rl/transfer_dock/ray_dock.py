@@ -141,12 +141,18 @@ class RayTransferDock:
         self._client.request("clear", iteration)
 
     def snapshot(self) -> DockSnapshot:
-        state, addresses = self._client.request("snapshot")
-        try:
-            payloads = ray.get([to_ref(address) for address in addresses.values()], timeout=DEFAULT_TIMEOUT)
-        except ObjectLostError as error:
-            raise DockError(f"snapshot: payloads are gone with the process that put them ({error})") from error
-        return DockSnapshot(state, dict(zip(addresses, payloads, strict=True)))
+        while True:
+            state, addresses = self._client.request("snapshot")
+            refs = {key: to_ref(address) for key, address in addresses.items()}
+            try:
+                payloads = ray.get(list(refs.values()), timeout=DEFAULT_TIMEOUT)
+            except ObjectLostError as error:
+                lost = [key for key, ref in refs.items() if _is_lost(ref)]
+                if not lost:
+                    raise DockError(f"snapshot: payloads cannot be read ({error})") from error
+                self._client.request("lost", lost)
+            else:
+                return DockSnapshot(state, dict(zip(refs, payloads, strict=True)))
 
     def restore(self, snapshot: DockSnapshot) -> None:
         refs = {key: ray.put(payload) for key, payload in snapshot.payloads.items()}
@@ -179,7 +185,8 @@ class RayTransferDock:
                 self._client.request("check_alive", claim.iteration)
             except ObjectLostError as error:
                 lost = [key for key, ref in zip(ids, refs, strict=True) if _is_lost(ref)]
-                redone = self._client.request("lost", claim.iteration, lost)
+                redone = self._client.request("lost", lost)
+                self._client.request("check_alive", claim.iteration)
                 raise RowsLost(_describe_loss(claim, redone)) from error
         raise DockTimeout(
             f"{len(refs)} payloads of iteration {claim.iteration} did not arrive within {DEFAULT_TIMEOUT} s"

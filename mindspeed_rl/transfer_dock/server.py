@@ -164,11 +164,9 @@ class DockServer:
         """See `TransferDock.release`."""
         self._table.release(iteration, lease)
 
-    def do_lost(self, sender: Sender, iteration: int, payloads: Sequence[int]) -> dict[int, dict[str, list[int]]]:
-        """See `DockTable.lose`; `DockError` if the iteration is not alive."""
-        redone = self._table.lose(payloads)
-        self.do_check_alive(sender, iteration)
-        return redone
+    def do_lost(self, sender: Sender, payloads: Sequence[int]) -> dict[int, dict[str, list[int]]]:
+        """See `DockTable.lose`."""
+        return self._table.lose(payloads)
 
     def do_renew(self, sender: Sender) -> None:
         """A sign of life."""
@@ -214,10 +212,11 @@ class DockServer:
 
     def _wake(self) -> None:
         """Try the waiting claims whose turn may have come."""
-        for key in self._table.take_woken():
-            still = [claim for claim in self._claims.pop(key, []) if not self._settle(claim)]
-            if still:
-                self._claims[key] = still
+        while woken := self._table.take_woken():  # a claim that is answered may end others
+            for key in woken:
+                still = [claim for claim in self._claims.pop(key, []) if not self._settle(claim)]
+                if still:
+                    self._claims[key] = still
 
     def _settle(self, waiting: _Claim) -> bool:
         try:

@@ -150,8 +150,12 @@ class DockSpec:
             raise DockError(f"consumer '{name}' has shares = {consumer.shares}: expected at least 1")
         if consumer.max_staleness is not None and consumer.max_staleness < 0:
             raise DockError(f"consumer '{name}' has max_staleness = {consumer.max_staleness}: expected at least 0")
+        if consumer.all_prompts and not consumer.puts:
+            raise DockError(f"consumer '{name}' has all_prompts but puts nothing: its values complete a group")
         if not consumer.balance:
             return
+        if consumer.all_prompts:
+            raise DockError(f"consumer '{name}' has all_prompts: it cannot be balanced by {consumer.balance}")
         if self.partition is None or not self.guarantee_order or consumer.grouped:
             raise DockError(
                 f"consumer '{name}' is balanced by {consumer.balance}: that needs a partition, "
@@ -300,7 +304,10 @@ class TransferDock(Protocol):
         """Free an iteration. Whatever comes late for it is refused; waiting claims end with `DockError`."""
 
     def snapshot(self) -> DockSnapshot:
-        """State of all live iterations with their payloads; rows under a lease count as not handed out."""
+        """State of all live iterations with their payloads; rows under a lease count as not handed out.
+
+        What is found to be gone with the process that put it is reported to the dock, as by `get`, and not in it.
+        """
 
     def restore(self, snapshot: DockSnapshot) -> None:
         """Take over a snapshot; the dock must be empty and have the same columns and consumers."""

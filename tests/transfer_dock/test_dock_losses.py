@@ -52,9 +52,7 @@ class World:
         """Rows that a consumer waits for in vain."""
         if "seed" not in self.consumers[name].needs:
             return []
-        readers = [self.references[n] for n, consumer in self.consumers.items() if "seed" in consumer.needs]
-        gone = [row for row in self.seeds if (row, "seed") not in self.values]
-        return [row for row in gone if not all(reader.has_done(row) for reader in readers)]
+        return [r for r in self.seeds if (r, "seed") not in self.values and not self.references[name].has_done(r)]
 
     def is_wanted(self, key):
         row, column = key

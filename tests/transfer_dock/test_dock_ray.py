@@ -9,10 +9,11 @@ import time
 import pytest
 import ray
 import torch
+import zmq
 
 from mindspeed_rl.common.errors import DockError, DockTimeout, RowsLost
 from mindspeed_rl.transfer_dock.ray_dock import RayTransferDock
-from mindspeed_rl.transfer_dock.spec import ColumnSpec, ConsumerSpec, DockSpec
+from mindspeed_rl.transfer_dock.spec import NOT_YET, ColumnSpec, ConsumerSpec, DockSpec
 
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import a test module
 LARGE = 4_000_000  # int64: 32 MB a row
@@ -70,6 +71,18 @@ class Worker:
         seeds = self.dock.get(claim, ["seed"])["seed"].tolist()
         self.dock.ack(claim, {"tokens": [torch.arange(1000) * seed for seed in seeds]})
         return claim.rows
+
+    def die_at_put(self):
+        client = self.dock._client
+        request = client.request
+
+        def dying(method, *arguments, **options):
+            if method == "put":  # the values are in the object store by now
+                os.kill(os.getpid(), signal.SIGKILL)
+            return request(method, *arguments, **options)
+
+        client.request = dying
+        self.make(1)
 
     def put_seed(self):
         self.dock.put(0, [0], {"seed": [3]})
@@ -184,6 +197,12 @@ def test_a_producer_frees_what_it_kept_when_an_iteration_is_cleared():
     assert ray.get(producer.kept_payloads.remote()) == 0
 
 
+def claim_twice(dock):
+    """A controller may answer once more before it dies of `ray.kill`; the second claim has to wait for the first."""
+    for _ in range(2):
+        dock.claim("train", 0, 1, timeout=20)
+
+
 def test_a_dead_controller_is_reported_and_its_snapshot_goes_on():
     dock = make_dock()
     dock.begin(0, 2, 1, 2)
@@ -192,7 +211,7 @@ def test_a_dead_controller_is_reported_and_its_snapshot_goes_on():
     snapshot = dock.snapshot()
     ray.kill(dock._controller)
     with pytest.raises(DockError, match=r"the TransferDock controller died \('claim' was called\)"):
-        dock.claim("train", 0, 1, timeout=20)
+        claim_twice(dock)
     dock = make_dock()
     dock.restore(snapshot)
     claim = dock.claim("train", 0, 2)
@@ -203,3 +222,86 @@ def test_a_dead_controller_is_reported_and_its_snapshot_goes_on():
 def test_a_controller_that_finds_no_cpu_is_reported():
     with pytest.raises(DockTimeout, match=r"did not start within 1\.0 s: it needs 64 free CPUs"):
         RayTransferDock.create(DockSpec({}, {}), num_cpus=64, start_timeout=1.0)
+
+
+def test_every_waiting_process_notices_a_dead_controller_within_seconds_and_keeps_nothing_for_it():
+    dock = make_dock()
+    dock.begin(0, 2, 1, 2)
+    workers = [Worker.remote(dock) for _ in range(2)]
+    ray.get(workers[0].put.remote([0], 10))
+    dock.put(0, [1], {"tokens": [torch.arange(3)]})
+    held = dock.claim("train", 0, 2)
+    waiting = [worker.claim_and_hang.remote() for worker in workers]
+    time.sleep(1)
+    ray.kill(dock._controller)
+    start = time.monotonic()
+    for call in waiting:
+        with pytest.raises(DockError, match="controller died"):
+            ray.get(call, timeout=15)
+    assert time.monotonic() - start < 15
+    assert ray.get(workers[0].kept_payloads.remote()) == 0
+    with pytest.raises(DockError, match="controller died"):
+        dock.ack(held)
+
+
+def test_a_put_whose_process_dies_before_its_request_leaves_nothing():
+    dock = make_dock(lease_seconds=1.0)
+    dock.begin(0, 1, 1, 1)
+    dock.put(0, [0], {"seed": [3]})
+    before = dock.stats()
+
+    with pytest.raises(ray.exceptions.RayActorError):
+        ray.get(Worker.remote(dock).die_at_put.remote())
+    assert dock.stats()["bytes_put"] == before["bytes_put"]
+    assert dock.try_claim("train", 0, 1) is NOT_YET
+    claim = dock.claim("make", 0, 1, timeout=20)
+    assert claim.rows == (0,)
+    dock.ack(claim, {"tokens": [torch.arange(3)]})
+    dock.clear(0)
+    with pytest.raises(DockError, match="iteration 0 has been cleared"):
+        dock.put(0, [0], {"tokens": [torch.arange(3)]})
+
+
+def test_a_snapshot_goes_on_without_what_died_with_its_process():
+    dock = make_dock()
+    dock.begin(0, 2, 1, 2)
+    dock.put(0, [0, 1], {"seed": [3, 4]})
+    maker = Worker.remote(dock)
+    ray.get(maker.make.remote(1))
+    claim = dock.claim("make", 0, 1)
+    dock.ack(claim, {"tokens": [torch.arange(4)]})
+    os.kill(ray.get(maker.pid.remote()), signal.SIGKILL)
+    while not dock.stats()["rows_redone"]:  # Ray takes a moment to notice a death
+        snapshot = None  # what is held is still there
+        time.sleep(0.1)
+        snapshot = dock.snapshot()
+    dock = make_dock()
+    dock.restore(snapshot)
+    claim = dock.claim("make", 0, 2)
+    assert claim.rows == (0,)
+    assert dock.get(claim, ["seed"])["seed"].tolist() == [3]
+    dock.ack(claim, {"tokens": [torch.arange(3)]})
+    assert [len(values) for values in dock.get(dock.claim("train", 0, 2), ["tokens"])["tokens"]] == [3, 4]
+
+
+def test_no_tensor_passes_through_the_controller(monkeypatch):
+    dock = make_dock()
+    sizes = {}
+    send = zmq.Socket.send
+
+    def record(socket, data, *arguments, **options):
+        method = pickle.loads(data)[2]
+        sizes[method] = max(sizes.get(method, 0), len(data))
+        return send(socket, data, *arguments, **options)
+
+    monkeypatch.setattr(zmq.Socket, "send", record)
+    dock.begin(0, 4, 1, 4)
+    dock.put(0, range(4), {"seed": [1, 2, 3, 4]})
+    claim = dock.claim("make", 0, 4)
+    dock.ack(claim, {"tokens": [torch.arange(1_000_000) for _ in range(4)]})  # 32 MB
+    claim = dock.claim("train", 0, 4)
+    assert dock.get(claim, ["tokens"])["tokens"][3][-1] == 999_999
+    assert len(pickle.dumps(claim)) < 2000
+    dock.ack(claim)
+    assert {"begin", "put", "claim", "ack"} <= set(sizes)
+    assert max(sizes.values()) < 2000, sizes
