@@ -78,7 +78,7 @@ class Client:
 
     def _wait(self, socket: zmq.Socket, method: str, deadline: float, seconds: float) -> None:
         while not socket.poll(int(1000 * _LOOK_SECONDS)):
-            if not ray.is_initialized() or ray.wait([self._lifetime], timeout=0)[0]:
+            if self._is_dead():
                 with self._lock:
                     self._kept.clear()  # nobody can ask for it any more
                 raise DockError(f"the TransferDock controller died ('{method}' was called)")
@@ -86,6 +86,14 @@ class Client:
                 raise DockTimeout(
                     f"the TransferDock controller did not answer '{method}' within {seconds + _ANSWER_SECONDS:g} s"
                 )
+
+    def _is_dead(self) -> bool:
+        if not ray.is_initialized():
+            return True
+        try:
+            return bool(ray.wait([self._lifetime], timeout=0)[0])
+        except ValueError:  # Ray has been shut down and started anew since: the owner is unknown
+            return True
 
     # --- what this process keeps
 
