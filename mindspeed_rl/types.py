@@ -44,6 +44,30 @@ class RolloutBatch:
 
 
 @dataclass(frozen=True)
+class PartialResponse:
+    """A response as far as it is generated; tensors have its length."""
+
+    tokens: torch.Tensor  # int64
+    log_probs: torch.Tensor  # float32, under the policy that generated each token; NaN where that was not asked for
+    versions: torch.Tensor  # int64, of that policy: iterations that it was trained on
+
+    @classmethod
+    def empty(cls) -> PartialResponse:
+        """Nothing yet."""
+        integers = torch.empty(0, dtype=torch.int64)
+        return cls(integers, torch.empty(0, dtype=torch.float32), integers)
+
+    def extended(self, tokens: Sequence[int], log_probs: Sequence[float] | None, version: int) -> PartialResponse:
+        """With tokens that a policy of `version` has added."""
+        added = [float("nan")] * len(tokens) if log_probs is None else log_probs
+        return PartialResponse(
+            torch.cat((self.tokens, torch.tensor(tokens, dtype=torch.int64))),
+            torch.cat((self.log_probs, torch.tensor(added, dtype=torch.float32))),
+            torch.cat((self.versions, torch.full((len(tokens),), version, dtype=torch.int64))),
+        )
+
+
+@dataclass(frozen=True)
 class Denominators:
     """Sizes of the global mini-batch (all data-parallel ranks), fixed before the first backward pass."""
 

@@ -103,11 +103,14 @@ class CheckpointStore:
             os.fsync(file.fileno())
         write_json(path.with_suffix(".json"), hashing.record())
 
-    def commit(self, iteration: int, trainer_state: Mapping[str, Any]) -> Path:
+    def commit(
+        self, iteration: int, trainer_state: Mapping[str, Any], attachments: Mapping[str, bytes] | None = None
+    ) -> Path:
         """Driver: make the checkpoint visible once all ranks have written.
 
         Args:
             trainer_state: JSON values (string keys). Model, layout and versions are added to it.
+            attachments: further files by name.
 
         Returns:
             The checkpoint's folder.
@@ -128,7 +131,10 @@ class CheckpointStore:
         }
         write_json(pending / TRAINER, {"iteration": iteration, **trainer_state, **described})
         files = {file: read_json((pending / file).with_suffix(".json")) for file in ranks}
-        for path in [pending / TRAINER, *sorted((pending / HF_FOLDER).glob("*"))]:
+        attached = [pending / name for name in attachments or {}]
+        for path, content in zip(attached, (attachments or {}).values(), strict=True):
+            write_file(path, content)
+        for path in [pending / TRAINER, *attached, *sorted((pending / HF_FOLDER).glob("*"))]:
             files[str(path.relative_to(pending))] = _file_record(path)
         for file in ranks:
             (pending / file).with_suffix(".json").unlink()
@@ -241,6 +247,17 @@ class CheckpointReader:
         self._check_size(name)
         self._check_content(name)
         return torch.load(self.path / name, map_location="cpu", weights_only=True, mmap=mmap)
+
+    def attachment(self, name: str) -> bytes:
+        """Content of a further file, checked.
+
+        Raises:
+            CheckpointError: there is none of this name, or it is corrupt.
+        """
+        if name not in self._files:
+            raise CheckpointError(f"{self.path} holds no {name}")
+        self._check_content(name)
+        return (self.path / name).read_bytes()
 
     def check_layout(self, layout: ParallelSizes) -> None:
         """Raise `CheckpointError`, naming both, if another layout wrote the checkpoint."""

@@ -5,6 +5,7 @@ Ranks are numbered as Megatron-core does by default: tensor parallel fastest, th
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from mindspeed_rl.config.schema import Config
@@ -21,6 +22,7 @@ class Layout:
     infer_tp: int
     rollout_replicas: int  # vLLM engines
     prompts_per_iteration: int
+    prompts_in_generation: int  # more than those with partial rollout
     samples_per_prompt: int
     prompts_per_mini_batch: int
     micro_batch_size: int  # sequences per rank and forward-backward pass
@@ -42,6 +44,11 @@ class Layout:
     def sequences_per_iteration(self) -> int:
         """Sequences of one iteration, all ranks together."""
         return self.prompts_per_iteration * self.samples_per_prompt
+
+    @property
+    def rows_in_generation(self) -> int:
+        """Sequences that an iteration generates, those that it carries over included."""
+        return self.prompts_in_generation * self.samples_per_prompt
 
     @property
     def mini_batches(self) -> int:
@@ -141,6 +148,7 @@ def derive_layout(cfg: Config) -> Layout:
         infer_tp=infer_tp,
         rollout_replicas=rollout.num_npus // infer_tp,
         prompts_per_iteration=actor.global_batch_size,
+        prompts_in_generation=prompts_in_generation(cfg),
         samples_per_prompt=rl.n_samples_per_prompt,
         prompts_per_mini_batch=rl.mini_batch_size,
         micro_batch_size=actor.micro_batch_size,
@@ -148,3 +156,14 @@ def derive_layout(cfg: Config) -> Layout:
         train_iters=actor.train_iters,
         integrated=rl.use_integrated_worker,
     )
+
+
+def prompts_in_generation(cfg: Config) -> int:
+    """Prompts of an iteration, with partial rollout those included that it will not train on."""
+    rl, batch = cfg.rl_config, cfg.actor.global_batch_size
+    return batch if rl.partial_rollout_max_split == 1 else math.ceil(batch / rl.partial_rollout_threshold)
+
+
+def tokens_may_be_stale(cfg: Config) -> bool:
+    """True if tokens may be of an older policy than the one that is trained on them."""
+    return cfg.rl_config.staleness > 0 or cfg.rl_config.partial_rollout_max_split > 1

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from mindspeed_rl.common.errors import ConfigError, Violation
-from mindspeed_rl.config import rules_devices  # noqa: F401  # its rules register themselves
+from mindspeed_rl.config import rules_devices, rules_rollout  # noqa: F401  # their rules register themselves
 from mindspeed_rl.config.files import actor_path, checkpoint_model, resolve_model, touches
 from mindspeed_rl.config.model import ModelConfig
 from mindspeed_rl.config.rule import PP, RULES, TP, WORLD, Found, Rule, divides, model_parallel, rule
@@ -300,40 +300,6 @@ def adaptive_kl_starts_above_zero(cfg: Config) -> Found:
     if cfg.rl_config.kl_ctrl_type == "adaptive" and cfg.rl_config.init_kl_coef == 0:
         hint = "set a positive init_kl_coef, or kl_ctrl_type: fixed"
         yield Violation("rl_config.init_kl_coef", 0.0, "kl_ctrl_type = 'adaptive' scales it, and 0 stays 0", hint)
-
-
-# ---------------------------------------------------------------- asynchrony
-
-
-@rule("rl_config.staleness", "rl_config.use_integrated_worker", "rl_config.blocking")
-def staleness_needs_devices_for_rollout(cfg: Config) -> Found:
-    rl, path = cfg.rl_config, "rl_config.staleness"
-    if rl.staleness and rl.use_integrated_worker:
-        message = "a device that trains cannot generate at the same time, and use_integrated_worker = True"
-        yield Violation(path, rl.staleness, message, "set use_integrated_worker: false and rollout_resource, or 0")
-    if rl.staleness and rl.blocking:
-        message = "generates the next iterations while one trains, but blocking = True has stages wait for each other"
-        yield Violation(path, rl.staleness, message, "set blocking: false, or staleness: 0")
-
-
-@rule("rl_config.rollout_is", "rl_config.staleness", "generate_config.sampling_config.logprobs")
-def importance_needs_log_probs(cfg: Config) -> Found:
-    kind, logprobs = cfg.rl_config.rollout_is, cfg.generate_config.sampling_config.logprobs
-    if not logprobs and (kind == "token" or (kind == "stale" and cfg.rl_config.staleness)):
-        message = f"weighs tokens by their log-probs in rollout, but sampling_config.logprobs = {logprobs!r}"
-        yield Violation("rl_config.rollout_is", kind, message, "set logprobs: true, or rollout_is: off")
-
-
-@rule("rl_config.rollout_is_threshold", "rl_config.rollout_is", "rl_config.staleness")
-def importance_threshold_is_used(cfg: Config) -> Found:
-    rl = cfg.rl_config
-    unused = {"off": "weighs no token", "stale": "weighs tokens of older policies, and staleness = 0"}
-    if rl.rollout_is == "token" or (rl.rollout_is == "stale" and rl.staleness):
-        return
-    if "rollout_is_threshold" in rl.model_fields_set:
-        message = f"bounds importance weights, but rollout_is = {rl.rollout_is!r} {unused[rl.rollout_is]}"
-        hint = "set rollout_is: token, or remove it"
-        yield Violation("rl_config.rollout_is_threshold", rl.rollout_is_threshold, message, hint)
 
 
 # ---------------------------------------------------------------- rewards

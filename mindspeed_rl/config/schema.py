@@ -180,6 +180,22 @@ class RLConfig(Section):
         description="share a mini-batch out over data-parallel ranks by the cost of its sequences; which sequences a "
         "mini-batch holds never changes",
     )
+    # partial rollout
+    partial_rollout_max_split: Count = Field(
+        1,
+        description="iterations that a response may be generated over; above 1, an iteration ends when enough groups "
+        "are complete, and unfinished responses go on in the next one (partial rollout)",
+    )
+    partial_rollout_threshold: Annotated[float, Field(ge=0.5, le=1)] = Field(
+        0.8,
+        description="with partial rollout: global_batch_size is this share of the prompts in generation; the others "
+        "are carried over",
+    )
+    require_max_age_all_finished: Switch = Field(
+        True,
+        description="with partial rollout: an iteration waits for groups in their last iteration; false: their "
+        "responses end where they are",
+    )
     # resources
     actor_resource: ResourceConfig = Field(
         ResourceConfig(), description="devices of actor and reference, and of rollout with use_integrated_worker"

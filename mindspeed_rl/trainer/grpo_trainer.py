@@ -7,21 +7,26 @@ own, works them off in order and begins each with the newest weights there are.
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from mindspeed_rl.algorithms.kl import make_kl_controller
+from mindspeed_rl.checkpoint.state import CheckpointReader
 from mindspeed_rl.config.schema import Config
 from mindspeed_rl.data.sampler import permutation
 from mindspeed_rl.metrics.loggers import MetricLogger
 from mindspeed_rl.trainer.inputs import Inputs
 from mindspeed_rl.trainer.report import StepReport
 from mindspeed_rl.trainer.trace import Trace
-from mindspeed_rl.transfer_dock.spec import TransferDock
+from mindspeed_rl.transfer_dock.spec import Selection, TransferDock
 from mindspeed_rl.workers.fleet import Fleet
 from mindspeed_rl.workers.group import Call
+from mindspeed_rl.workers.stages import uses_partial_rollout
+
+DOCK = "dock.pkl"  # file of a checkpoint: unfinished responses, as a pickled `DockSnapshot`
 
 
 class GRPOTrainer:
@@ -53,8 +58,9 @@ class GRPOTrainer:
         self.watch, self.trace = fleet.watch, trace
         self.kl_controller = make_kl_controller(self.rl)
         self.iteration = inputs.completed  # the next one to run, counted from 0; users see steps, counted from 1
+        self._carried = 0  # prompts that the next iteration to start has from its predecessor (partial rollout)
         if inputs.state is not None:
-            self.kl_controller.load_state_dict(inputs.state["kl_controller"])
+            self._load_state(inputs.state)
         self._next = self.iteration  # the next one to start
         self._started: dict[int, list[Any]] = {}  # iteration -> calls that produce its samples
         self._positions: dict[int, dict[str, Any]] = {}  # iteration -> state of the sampler before it was started
@@ -87,8 +93,7 @@ class GRPOTrainer:
             report.add(self.watch.wait(samples + self.fleet.score(self.iteration)))
         report.add(self.watch.wait(self.fleet.update(self.iteration, kl_coef)))
         self.kl_controller.update(report.kl, self.layout.sequences_per_iteration)
-        self.dock.clear(self.iteration)
-        del self._positions[self.iteration]
+        self._end_iteration()
 
     def _start_iteration(self, iteration: int) -> None:
         """Put prompts and have them answered; without `blocking`, rewards and advantages follow on their own."""
@@ -99,21 +104,38 @@ class GRPOTrainer:
         self._started[iteration] += self.fleet.generate(iteration)
 
     def _put_prompts(self, iteration: int) -> None:
-        """Open the iteration in the dock with one row for each sample to be generated."""
-        group, samples = self.rl.n_samples_per_prompt, [self.inputs.dataset[i] for i in next(self.sampler)]
-        block = self.rl.mini_batch_size * group
-        orders = {}
-        if self.rl.shuffle_mini_batch:
-            prompts = permutation(len(samples), self.config.actor.seed, iteration)
-            orders["update"] = [prompt * group + sample for prompt in prompts for sample in range(group)]
-        self.dock.begin(iteration, len(samples), group, block, orders)
+        """Fill the iteration with prompts, one row for each sample to be generated."""
+        if not self._carried:
+            self._begin(iteration)
+        group, first = self.rl.n_samples_per_prompt, self._carried * self.rl.n_samples_per_prompt
+        fresh = self.layout.prompts_in_generation - self._carried
+        samples = [self.inputs.dataset[index] for index in self.sampler.take(fresh)]
         ids = [torch.tensor(sample.prompt_ids) for sample in samples]
         rows = range(len(samples) * group)
         columns: dict[str, list[Any]] = {
             "prompt_ids": [ids[row // group] for row in rows],
             "sample": [samples[row // group] for row in rows],
         }
-        self.dock.put(iteration, rows, columns)
+        self.dock.put(iteration, [first + row for row in rows], columns)
+
+    def _begin(self, iteration: int, carry_from: int | None = None) -> int:
+        """Open an iteration in the dock; returns how many prompts it has from another."""
+        group, prompts = self.rl.n_samples_per_prompt, self.layout.prompts_per_iteration
+        block, orders, selection = self.rl.mini_batch_size * group, {}, None
+        if self.rl.shuffle_mini_batch:
+            shuffled = permutation(prompts, self.config.actor.seed, iteration)
+            orders["update"] = [prompt * group + sample for prompt in shuffled for sample in range(group)]
+        if uses_partial_rollout(self.config):
+            selection = Selection(prompts, self.rl.partial_rollout_max_split, self.rl.require_max_age_all_finished)
+        in_generation = self.layout.prompts_in_generation
+        return self.dock.begin(iteration, in_generation, group, block, orders, selection, carry_from)
+
+    def _end_iteration(self) -> None:
+        """Free the iteration. With partial rollout, the next one begins with what this one has not used."""
+        if uses_partial_rollout(self.config):
+            self._carried = self._begin(self.iteration + 1, carry_from=self.iteration)
+        self.dock.clear(self.iteration)
+        del self._positions[self.iteration]
 
     def _start_reward(self, method: str, iteration: int) -> Any:
         future = getattr(self.reward, method).remote(iteration)
@@ -141,7 +163,15 @@ class GRPOTrainer:
             with report.timings("save"):
                 self.store.begin(self.iteration)
                 self.watch.wait(self.fleet.save(str(self.store.root), self.iteration))
-                self.store.commit(self.iteration, self.state_dict())
+                carried = {DOCK: pickle.dumps(self.dock.snapshot())} if self._carried else None
+                self.store.commit(self.iteration, self.state_dict(), carried)
+
+    def _load_state(self, state: dict[str, Any]) -> None:
+        self.kl_controller.load_state_dict(state["kl_controller"])
+        self._carried = state["carried"]
+        if self._carried:
+            assert self.inputs.source.state is not None, "the driver's state comes with that of the ranks"
+            self.dock.restore(pickle.loads(CheckpointReader(self.inputs.source.state).attachment(DOCK)))
 
     def state_dict(self) -> dict[str, Any]:
         """What the driver must remember to go on exactly: position in the data, KL coefficient.
@@ -155,6 +185,8 @@ class GRPOTrainer:
             "iteration": self.iteration,
             "sampler": self._positions.get(self.iteration) or self.sampler.state_dict(),
             "kl_controller": self.kl_controller.state_dict(),
+            "carried": self._carried,
+            "in_generation": self.layout.prompts_in_generation,
             "start_weights": self.inputs.source.weights,
             "saved": [part for part, is_saved in saved.items() if is_saved],
         }

@@ -68,12 +68,23 @@ def prepare(config: Config) -> Inputs:
     sampler = PromptSampler(len(dataset), actor.global_batch_size, actor.seed, shuffle=not actor.no_shuffle)
     if state is not None:
         sampler.load_state_dict(state["sampler"])
+        _check_carried(state, config, layout)
     store = None
     if actor.save:
         _check_writable("actor_config.save", actor.save)
         store = CheckpointStore(actor.save, hf_folder=source.hf_folder, model=model, layout=layout)
     _check_writable("output_dir", config.output_dir)
     return Inputs(model, layout, source, state, tokenizer, dataset, sampler, store)
+
+
+def _check_carried(state: dict[str, Any], config: Config, layout: Layout) -> None:
+    """Unfinished responses of a partial rollout fit only into iterations of the size that left them."""
+    found, here = state["in_generation"], layout.prompts_in_generation
+    if state["carried"] and found != here:
+        message = f"gives {here} prompts in generation; the checkpoint was saved with {found}, and carries some over"
+        hint = "keep the partial_rollout_ keys and global_batch_size of the run that saved it"
+        split = config.rl_config.partial_rollout_max_split
+        raise ConfigError([Violation("rl_config.partial_rollout_max_split", split, message, hint)])
 
 
 def _check_writable(key: str, folder: str) -> None:

@@ -8,7 +8,7 @@ from mindspeed_rl.common.timing import Timings
 from mindspeed_rl.transfer_dock.spec import TransferDock
 from mindspeed_rl.workers.context import Source, WorkerReport
 from mindspeed_rl.workers.control import ControlGroup
-from mindspeed_rl.workers.rollout import Rollout
+from mindspeed_rl.workers.rollout import Rollout, vllm_engine
 from mindspeed_rl.workers.stages import scoring_stages
 from mindspeed_rl.workers.training import Training
 from mindspeed_rl.workers.training_worker import TrainingWorker
@@ -27,7 +27,7 @@ class IntegratedWorker(TrainingWorker):
         self.join(address, self.layout.world, dock)
         self.cell = ControlGroup(self.layout.cells(), self.rank, self.context.collective_minutes)
         # rollout first: vLLM measures free memory, which is all there at this point
-        self.rollout = Rollout(self.context, source.hf_folder, stop_tokens)
+        self.rollout = Rollout(self.context, vllm_engine(self.context, source.hf_folder, stop_tokens))
         self.rollout.engine.sleep()
         self.training = Training(self.context, self.model, source)
 
@@ -41,6 +41,7 @@ class IntegratedWorker(TrainingWorker):
             weights = self.training.export_weights()
             self.rollout.engine.wake_up("weights")
             self.rollout.engine.update_weights(weights)
+            self.rollout.version = iteration
         with timings("offload"):
             self.training.offload("param")
             self.rollout.engine.wake_up("kv_cache")

@@ -3,17 +3,34 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
-import torch
-
+from mindspeed_rl.config.layout import tokens_may_be_stale
+from mindspeed_rl.engine.base import Generation, GenerationEngine, GenerationRequest
 from mindspeed_rl.transfer_dock.spec import Claim
+from mindspeed_rl.types import PartialResponse
 from mindspeed_rl.workers.context import Context
 from mindspeed_rl.workers.control import ControlGroup
+from mindspeed_rl.workers.stages import uses_partial_rollout
 
-if TYPE_CHECKING:
-    from mindspeed_rl.engine.base import Generation, GenerationEngine
+# engine steps between two looks whether enough responses are complete (partial rollout)
+STEPS_BETWEEN_LOOKS = 4
+
+
+def vllm_engine(context: Context, hf_folder: str, stop_tokens: Sequence[int]) -> GenerationEngine:
+    """This rank's part of its replica's vLLM engine.
+
+    Args:
+        context: this rank's place in the run.
+        hf_folder: the model's configuration in Hugging Face form.
+        stop_tokens: ids that end a response.
+    """
+    from mindspeed_rl.engine.vllm.engine import VllmEngine
+
+    config = context.config
+    seed = config.actor.seed + context.layout.rollout_replica(context.rank)
+    return VllmEngine(config.generate_config, hf_folder, context.device, seed, stop_tokens)
 
 
 class Rollout:
@@ -21,26 +38,21 @@ class Rollout:
 
     Args:
         context: this rank's place in the run.
-        hf_folder: the model's configuration in Hugging Face form.
-        stop_tokens: ids that end a response.
+        engine: of its replica.
     """
 
-    def __init__(self, context: Context, hf_folder: str, stop_tokens: Sequence[int]):
-        from mindspeed_rl.engine.vllm.engine import VllmEngine
-
+    def __init__(self, context: Context, engine: GenerationEngine):
         self.config, self.layout = context.config, context.layout
         self.device, self.dock, self.timeout = context.device, context.dock, context.stage_seconds
         self.replica = self.layout.rollout_replica(context.rank)
         self.group = ControlGroup(self.layout.rollout_engines(), context.rank, context.collective_minutes)
         self.sampling = self.config.generate_config.sampling_config
-        self.version = 0  # of the weights in the engine: iterations that they were trained for
-        seed = self.config.actor.seed + self.replica
-        self.engine: GenerationEngine = VllmEngine(
-            self.config.generate_config, hf_folder, self.device, seed, stop_tokens
-        )
+        self.is_partial = uses_partial_rollout(self.config)
+        self.engine = engine
+        self.version = 0  # of the engine's weights: iterations that they were trained on
 
     def claim(self, iteration: int) -> list[Claim]:
-        """Wait for prompts of the iteration; empty once all of this replica's share are answered."""
+        """Wait for prompts of the iteration; empty once nothing of this replica's share is left to do."""
         return self.group.share(lambda: self._claim_prompts(iteration))
 
     def generate(self, iteration: int, claims: list[Claim] | None = None) -> None:
@@ -50,37 +62,18 @@ class Rollout:
 
     def steps(self, iteration: int, claims: list[Claim] | None = None) -> Iterator[bool]:
         """The same, a step of the engine at a time; finished groups go to the dock."""
-        from mindspeed_rl.engine.base import GenerationRequest
-
         if not self.config.generate_config.per_request_seed:
             # the engine draws from the process's generator: from here on as a resumed run would
             self.device.manual_seed(self._seed(iteration, self.replica))
         if claims is None:
             claims = self.claim(iteration)
         while claims:
-            requests = [
-                GenerationRequest(row, prompt, self._request_seed(iteration, row))
-                for claim in claims
-                for row, prompt in zip(claim.rows, self.dock.get(claim, ("prompt_ids",))["prompt_ids"], strict=True)
-            ]
-            group_size = self.config.rl_config.n_samples_per_prompt
-            claimed = Counter(request.row // group_size for request in requests)  # a share may end within a group
-            finished: dict[int, list[Generation]] = {}
-            for generations in self.engine.generate(requests):
-                complete: list[Generation] = []
-                for generation in generations:
-                    group = generation.row // group_size
-                    finished.setdefault(group, []).append(generation)
-                    if len(finished[group]) == claimed[group]:
-                        complete += finished.pop(group)
-                if complete:
-                    self._hand_in(complete, claims)
-                yield True
+            yield from _Round(self, claims).steps()
             claims = self.claim(iteration)
 
     def _claim_prompts(self, iteration: int) -> list[Claim]:
         """All that is ready for this rollout replica: the engine must not run dry at a mini-batch's end."""
-        rows = self.layout.sequences_per_iteration
+        rows = self.layout.rows_in_generation
         claims: list[Claim] = []
         claim: Any = self.dock.claim("rollout", iteration, rows, self.replica, self.timeout)
         while isinstance(claim, Claim):
@@ -88,7 +81,7 @@ class Rollout:
             claim = self.dock.try_claim("rollout", iteration, rows, self.replica)
         return claims
 
-    def _request_seed(self, iteration: int, row: int) -> int | None:
+    def request_seed(self, iteration: int, row: int) -> int | None:
         """A seed for one sample, the same under every layout."""
         return self._seed(iteration, row) if self.config.generate_config.per_request_seed else None
 
@@ -97,24 +90,93 @@ class Rollout:
         mixed = (self.config.actor.seed * 0x9E3779B97F4A7C15 + iteration * 0xBF58476D1CE4E5B9 + number) & (2**64 - 1)
         return ((mixed ^ (mixed >> 31)) * 0x94D049BB133111EB) % 2**31
 
-    def _hand_in(self, generations: Sequence[Generation], claims: Sequence[Claim]) -> None:
-        """Results for the dock, which go with the rows' claims."""
-        if not self.group.is_leader:
-            return
-        for claim in claims:
-            rows = set(claim.rows)
-            mine = [generation for generation in generations if generation.row in rows]
-            if mine:
-                self.dock.ack(claim, self._columns(mine), [generation.row for generation in mine])
 
-    def _columns(self, generations: Sequence[Generation]) -> dict[str, list[Any]]:
-        columns: dict[str, list[Any]] = {
-            "responses": [torch.tensor(g.tokens, dtype=torch.int64) for g in generations]
-        }
-        if self.sampling.logprobs:
-            columns["rollout_log_probs"] = [torch.tensor(g.log_probs, dtype=torch.float32) for g in generations]
-        if "policy_versions" in self.dock.spec.consumers["rollout"].puts:
-            columns["policy_versions"] = [torch.full_like(tokens, self.version) for tokens in columns["responses"]]
-        if self.sampling.detokenize:
-            columns["texts"] = [g.text for g in generations]
+class _Round:
+    """The rows of some claims on their way through the engine."""
+
+    def __init__(self, rollout: Rollout, claims: Sequence[Claim]):
+        self.rollout, self.iteration = rollout, claims[0].iteration
+        self.claim_of = {row: claim for claim in claims for row in claim.rows}
+        self.begun: dict[int, PartialResponse] = {}  # what rows had before
+        self.must_end: set[int] = set()  # rows that end where they are when the iteration does
+        self.requests: list[GenerationRequest] = []
+        for claim in claims:
+            columns = rollout.dock.get(claim, rollout.dock.spec.consumers["rollout"].reads)
+            partial = columns.get("partial") or [None] * len(claim)
+            for row, prompt, response in zip(claim.rows, columns["prompt_ids"], partial, strict=True):
+                self.begun[row] = response or PartialResponse.empty()
+                seed = rollout.request_seed(self.iteration, row)
+                self.requests.append(GenerationRequest(row, prompt, seed, self.begun[row].tokens.tolist()))
+            if not rollout.config.rl_config.require_max_age_all_finished:
+                self.must_end |= {row for row, last in zip(claim.rows, claim.last, strict=False) if last}
+        self.group_size = rollout.config.rl_config.n_samples_per_prompt
+        # a share may end within a group, and rows of a group that were finished before do not come again
+        self.claimed = Counter(request.row // self.group_size for request in self.requests)
+        self.finished: dict[int, list[Generation]] = {}
+
+    def steps(self) -> Iterator[bool]:
+        """Run the engine until all rows are finished, or the iteration has enough."""
+        for number, generations in enumerate(self.rollout.engine.generate(self.requests)):
+            self._finish(generations)
+            yield True
+            look = self.rollout.is_partial and number % STEPS_BETWEEN_LOOKS == STEPS_BETWEEN_LOOKS - 1
+            if look and self.rollout.group.share(self._is_enough):
+                self._stop(self.rollout.engine.interrupt())
+                return
+
+    def _finish(self, generations: Sequence[Generation]) -> None:
+        complete: list[Generation] = []
+        for generation in generations:
+            group = generation.row // self.group_size
+            self.finished.setdefault(group, []).append(generation)
+            if len(self.finished[group]) == self.claimed[group]:
+                complete += self.finished.pop(group)
+        self._hand_in(complete, self._response_columns)
+
+    def _is_enough(self) -> bool:
+        """The iteration needs nothing more of this replica, and no row has to end without a token."""
+        rollout = self.rollout
+        rows = rollout.layout.rows_in_generation
+        more = rollout.dock.try_claim("rollout", self.iteration, rows, rollout.replica)
+        if isinstance(more, Claim):  # rows that came back: they are for the next round
+            rollout.dock.release(more)
+        if more is not None:
+            return False
+        new = rollout.engine.unfinished()
+        return all(count or len(self.begun[row].tokens) for row, count in new.items() if row in self.must_end)
+
+    def _stop(self, generations: Sequence[Generation]) -> None:
+        """Keep what there is of unfinished responses for the next iteration, which goes on with it."""
+        waiting = [generation for group in self.finished.values() for generation in group]
+        ended = [generation for generation in generations if generation.row in self.must_end]
+        self._hand_in([*waiting, *ended], self._response_columns)
+        self._hand_in(
+            [generation for generation in generations if generation.row not in self.must_end],
+            lambda kept: {"partial": [self._extended(generation) for generation in kept]},
+        )
+
+    def _hand_in(
+        self, generations: Sequence[Generation], columns: Callable[[list[Generation]], dict[str, list[Any]]]
+    ) -> None:
+        if not self.rollout.group.is_leader:
+            return
+        by_claim: dict[int, list[Generation]] = {}
+        for generation in generations:
+            by_claim.setdefault(self.claim_of[generation.row].lease, []).append(generation)
+        for members in by_claim.values():
+            rows = [generation.row for generation in members]
+            self.rollout.dock.ack(self.claim_of[rows[0]], columns(members), rows)
+
+    def _extended(self, generation: Generation) -> PartialResponse:
+        return self.begun[generation.row].extended(generation.tokens, generation.log_probs, self.rollout.version)
+
+    def _response_columns(self, generations: list[Generation]) -> dict[str, list[Any]]:
+        responses = [self._extended(generation) for generation in generations]
+        columns: dict[str, list[Any]] = {"responses": [response.tokens for response in responses]}
+        if self.rollout.sampling.logprobs:
+            columns["rollout_log_probs"] = [response.log_probs for response in responses]
+        if tokens_may_be_stale(self.rollout.config):
+            columns["policy_versions"] = [response.versions for response in responses]
+        if self.rollout.sampling.detokenize:
+            columns["texts"] = [generation.text for generation in generations]
         return columns

@@ -10,7 +10,7 @@ import ray
 from mindspeed_rl.common.timing import Timings
 from mindspeed_rl.transfer_dock.spec import TransferDock
 from mindspeed_rl.workers.context import Worker, WorkerReport
-from mindspeed_rl.workers.rollout import Rollout
+from mindspeed_rl.workers.rollout import Rollout, vllm_engine
 from mindspeed_rl.workers.weights import unpack_weights
 
 
@@ -21,7 +21,7 @@ class RolloutWorker(Worker):
         """Join the world at `address` and build the engine; its weights will come from `board`, a `WeightBoard`."""
         self.join(address, self.layout.rollout_world, dock)
         self.board, self.loaded = board, False
-        self.rollout = Rollout(self.context, hf_folder, stop_tokens)
+        self.rollout = Rollout(self.context, vllm_engine(self.context, hf_folder, stop_tokens))
 
     def generate(self, iteration: int) -> WorkerReport:
         """Generate this rollout replica's share of the iteration's responses, with the newest weights there are.

@@ -8,7 +8,7 @@ from functools import partial
 import numpy as np
 
 from mindspeed_rl.config.files import resolve_model
-from mindspeed_rl.config.layout import Layout
+from mindspeed_rl.config.layout import Layout, tokens_may_be_stale
 from mindspeed_rl.config.model import ModelConfig
 from mindspeed_rl.config.schema import Config
 from mindspeed_rl.data.packing import balanced_partition, sequence_costs
@@ -17,6 +17,7 @@ from mindspeed_rl.transfer_dock.spec import ColumnSpec, ConsumerSpec, DockSpec
 TOKENS = ColumnSpec(dtype="int64", kind="jagged")
 PER_TOKEN = ColumnSpec(dtype="float32", kind="jagged")
 OBJECT = ColumnSpec(dtype="object", kind="object")
+STATE = ColumnSpec(dtype="object", kind="object", replaceable=True)
 
 COLUMNS = {
     "prompt_ids": TOKENS,  # the prompt, shared by its group
@@ -24,6 +25,7 @@ COLUMNS = {
     "responses": TOKENS,  # generated ids: exactly these are trained on
     "rollout_log_probs": PER_TOKEN,  # of the policy that generated, by the rollout engine
     "policy_versions": TOKENS,  # of the policy that generated each token: iterations it was trained for
+    "partial": STATE,  # PartialResponse: an unfinished response, which the next iteration goes on with
     "texts": OBJECT,  # responses as text, where the rollout engine decodes them
     "rewards": ColumnSpec(dtype="float32", kind="scalar"),  # weighted sum of the verifiers; NaN: scoring failed
     "reference_log_probs": PER_TOKEN,
@@ -52,10 +54,15 @@ def uses_reference(config: Config) -> bool:
     return config.rl_config.init_kl_coef > 0
 
 
+def uses_partial_rollout(config: Config) -> bool:
+    """True if an iteration may end before all of its responses are complete."""
+    return config.rl_config.partial_rollout_max_split > 1
+
+
 def uses_old_log_probs(config: Config) -> bool:
     """False if every update starts from the policy that generated: the training pass then yields the same values."""
     rl = config.rl_config
-    return rl.staleness > 0 or rl.epochs > 1 or rl.mini_batch_size < config.actor.global_batch_size
+    return tokens_may_be_stale(config) or rl.epochs > 1 or rl.mini_batch_size < config.actor.global_batch_size
 
 
 def scoring_stages(config: Config) -> list[str]:
@@ -70,7 +77,7 @@ def update_columns(config: Config) -> tuple[str, ...]:
         "reference_log_probs": uses_reference(config),
         "old_log_probs": uses_old_log_probs(config),
         "rollout_log_probs": bool(config.generate_config.sampling_config.logprobs),
-        "policy_versions": config.rl_config.staleness > 0,
+        "policy_versions": tokens_may_be_stale(config),
     }
     return ("advantages", "loss_mask", *(name for name, used in optional.items() if used))
 
@@ -81,14 +88,16 @@ def dock_spec(config: Config, layout: Layout) -> DockSpec:
     sampling = config.generate_config.sampling_config
     text = ("texts",) if sampling.detokenize else ()
     log_probs = ("rollout_log_probs",) if sampling.logprobs else ()
-    staleness = config.rl_config.staleness
-    versions = ("policy_versions",) if staleness else ()
+    versions = ("policy_versions",) if tokens_may_be_stale(config) else ()
+    is_partial = uses_partial_rollout(config)
     consumers = {
         "rollout": ConsumerSpec(
             needs=("prompt_ids",),
             shares=layout.rollout_replicas,
             puts=("responses", *log_probs, *versions, *text),
-            max_staleness=staleness,
+            optional=("partial",) if is_partial else (),
+            all_prompts=is_partial,
+            max_staleness=config.rl_config.staleness,
         ),
         "reward": ConsumerSpec(needs=("sample", "responses", *text), puts=("rewards",)),
         **{

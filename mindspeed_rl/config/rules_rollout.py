@@ -1,0 +1,110 @@
+"""Rules about rollout that runs ahead of training, or over several iterations."""
+
+from __future__ import annotations
+
+from mindspeed_rl.common.errors import Violation
+from mindspeed_rl.config.layout import prompts_in_generation, tokens_may_be_stale
+from mindspeed_rl.config.rule import Found, rule
+from mindspeed_rl.config.schema import Config
+
+_SAMPLING = "generate_config.sampling_config"
+
+# ---------------------------------------------------------------- asynchrony
+
+
+@rule("rl_config.staleness", "rl_config.use_integrated_worker", "rl_config.blocking")
+def staleness_needs_devices_for_rollout(cfg: Config) -> Found:
+    rl, path = cfg.rl_config, "rl_config.staleness"
+    if rl.staleness and rl.use_integrated_worker:
+        message = "a device that trains cannot generate at the same time, and use_integrated_worker = True"
+        yield Violation(path, rl.staleness, message, "set use_integrated_worker: false and rollout_resource, or 0")
+    if rl.staleness and rl.blocking:
+        message = "generates the next iterations while one trains, but blocking = True has stages wait for each other"
+        yield Violation(path, rl.staleness, message, "set blocking: false, or staleness: 0")
+
+
+@rule(
+    "rl_config.rollout_is",
+    "rl_config.staleness",
+    "rl_config.partial_rollout_max_split",
+    "generate_config.sampling_config.logprobs",
+)
+def importance_needs_log_probs(cfg: Config) -> Found:
+    kind, logprobs = cfg.rl_config.rollout_is, cfg.generate_config.sampling_config.logprobs
+    if not logprobs and (kind == "token" or (kind == "stale" and tokens_may_be_stale(cfg))):
+        message = f"weighs tokens by their log-probs in rollout, but sampling_config.logprobs = {logprobs!r}"
+        yield Violation("rl_config.rollout_is", kind, message, "set logprobs: true, or rollout_is: off")
+
+
+@rule(
+    "rl_config.rollout_is_threshold",
+    "rl_config.rollout_is",
+    "rl_config.staleness",
+    "rl_config.partial_rollout_max_split",
+)
+def importance_threshold_is_used(cfg: Config) -> Found:
+    rl = cfg.rl_config
+    unused = {
+        "off": "weighs no token",
+        "stale": "weighs tokens of older policies, and staleness = 0, partial_rollout_max_split = 1",
+    }
+    if rl.rollout_is == "token" or (rl.rollout_is == "stale" and tokens_may_be_stale(cfg)):
+        return
+    if "rollout_is_threshold" in rl.model_fields_set:
+        message = f"bounds importance weights, but rollout_is = {rl.rollout_is!r} {unused[rl.rollout_is]}"
+        hint = "set rollout_is: token, or remove it"
+        yield Violation("rl_config.rollout_is_threshold", rl.rollout_is_threshold, message, hint)
+
+
+# ---------------------------------------------------------------- partial rollout
+
+
+@rule(
+    "rl_config.partial_rollout_max_split",
+    "rl_config.partial_rollout_threshold",
+    "rl_config.require_max_age_all_finished",
+)
+def partial_rollout_keys_are_used(cfg: Config) -> Found:
+    for key in ("partial_rollout_threshold", "require_max_age_all_finished"):
+        if cfg.rl_config.partial_rollout_max_split == 1 and key in cfg.rl_config.model_fields_set:
+            message = "belongs to partial rollout, but partial_rollout_max_split = 1"
+            hint = "set partial_rollout_max_split above 1, or remove it"
+            yield Violation(f"rl_config.{key}", getattr(cfg.rl_config, key), message, hint)
+
+
+@rule("rl_config.partial_rollout_max_split", "rl_config.staleness")
+def partial_rollout_is_synchronous(cfg: Config) -> Found:
+    split, staleness = cfg.rl_config.partial_rollout_max_split, cfg.rl_config.staleness
+    if split > 1 and staleness:
+        message = (
+            f"an iteration begins with what its predecessor leaves unfinished, and staleness = {staleness} begins it"
+        )
+        hint = "set staleness: 0, or partial_rollout_max_split: 1"
+        yield Violation("rl_config.partial_rollout_max_split", split, message, hint)
+
+
+@rule("rl_config.partial_rollout_max_split", "rl_config.partial_rollout_threshold", "actor.global_batch_size")
+def partial_rollout_has_a_surplus(cfg: Config) -> Found:
+    rl, batch = cfg.rl_config, cfg.actor.global_batch_size
+    if rl.partial_rollout_max_split > 1 and prompts_in_generation(cfg) == batch:
+        message = (
+            f"keeps no more than global_batch_size = {batch} prompts in generation: nothing could be carried over"
+        )
+        hint = f"at most {batch / (batch + 1):.3f}, or partial_rollout_max_split: 1"
+        yield Violation("rl_config.partial_rollout_threshold", rl.partial_rollout_threshold, message, hint)
+
+
+@rule(
+    "rl_config.partial_rollout_max_split",
+    "generate_config.sampling_config.detokenize",
+    "generate_config.sampling_config.logprobs",
+)
+def partial_rollout_keeps_tokens(cfg: Config) -> Found:
+    """Parts of a response come from different policies, and are joined as tokens."""
+    sampling, split = cfg.generate_config.sampling_config, cfg.rl_config.partial_rollout_max_split
+    if split > 1 and sampling.detokenize:
+        message = f"texts of the parts of a response cannot be joined, and partial_rollout_max_split = {split}"
+        yield Violation(f"{_SAMPLING}.detokenize", True, message, "set it to false: rewards decode the tokens")
+    if split > 1 and not sampling.logprobs:
+        message = f"is needed with partial_rollout_max_split = {split}: tokens of older policies are corrected for"
+        yield Violation(f"{_SAMPLING}.logprobs", sampling.logprobs, message, "set it to true")
