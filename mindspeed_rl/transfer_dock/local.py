@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 from mindspeed_rl.common.errors import DockTimeout
-from mindspeed_rl.transfer_dock.payload import PayloadReader, pack
+from mindspeed_rl.transfer_dock.payload import pack
+from mindspeed_rl.transfer_dock.reader import PayloadReader
 from mindspeed_rl.transfer_dock.spec import DEFAULT_TIMEOUT, NOT_YET, Claim, DockSnapshot, DockSpec, NotYet, Selection
 from mindspeed_rl.transfer_dock.table import DockTable, as_rows
 
@@ -54,15 +55,15 @@ class LocalTransferDock:
         lease: int | None,
         timeout: float,
     ) -> None:
-        payload, nbytes = pack(self.spec, rows, columns)
-        lengths = {name: payload[name].row_lengths for name in self.spec.balancing if name in payload}
+        payload = pack(self.spec, rows, columns)
+        lengths = {name: payload.row_lengths(name) for name in self.spec.balancing if name in payload.slots}
         with self._changed:
-            self._table.check_put(iteration, rows, payload)
+            self._table.check_put(iteration, rows, payload.slots)
             if not self._changed.wait_for(lambda: self._must_not_wait(iteration), timeout):
-                raise DockTimeout(self._table.describe_put_wait(iteration, nbytes, timeout))
+                raise DockTimeout(self._table.describe_put_wait(iteration, payload.nbytes, timeout))
             if lease is not None:
                 self._table.check_ack(iteration, lease, rows)
-            self._table.put(iteration, rows, list(payload), payload, nbytes, lengths)
+            self._table.put(iteration, rows, list(payload.slots), payload, payload.nbytes, lengths)
             if lease is not None:
                 self._table.ack(iteration, lease, rows)
             self._notify()

@@ -1,128 +1,177 @@
-"""Payloads: the values of one put, packed; and reading a claim's rows out of them.
+"""Payloads: the values of one put, packed in one buffer.
 
-A payload maps each column to a `Packed` array, so that it is stored as a few large buffers, however many rows it
-holds. Objects are pickled row by row: a reader unpickles only the rows it asks for, and gets objects of its own.
+However many columns and rows: Ray copies one large buffer faster than several, and stores it as one object. Objects
+are pickled row by row, so that a reader unpickles only the rows it asks for, and gets objects of its own.
 """
 
 from __future__ import annotations
 
 import pickle
-import threading
-from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
-from itertools import pairwise
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
 from mindspeed_rl.common.errors import DockError
-from mindspeed_rl.transfer_dock.spec import Claim, ColumnSpec, DockSpec
+from mindspeed_rl.transfer_dock.jagged import Jagged
+from mindspeed_rl.transfer_dock.spec import ColumnSpec, DockSpec
 
 _TORCH_DTYPES = {"int64": torch.int64, "float32": torch.float32}
-_ABSENT = 0  # payload ids start at 1
+_ALIGNMENT = 64  # bytes; a multiple of every element size, and of a cache line
+
+Span = tuple[int, int]  # first byte and the one after the last
 
 
 @dataclass(frozen=True)
-class Packed:
-    """One column of a payload: pieces end to end, or one number a row for scalars (`lengths` None).
+class Slot:
+    """Where a column's values are in a payload's buffer: pieces end to end, or one number a row for scalars.
 
-    Row i is piece `pieces[i]`, or piece i if `pieces` is None: rows that were given the same tensor share one.
-    Objects are pickles in `values`, uint8.
+    Row i is piece `pieces[i]`, or piece i without `pieces`: rows that were given the same tensor share one. Lengths
+    and pieces are int64.
     """
 
-    values: np.ndarray
-    lengths: np.ndarray | None = None  # [pieces] int64
-    pieces: np.ndarray | None = None  # [rows] int64
+    values: Span
+    lengths: Span | None = None
+    pieces: Span | None = None
+
+
+@dataclass(frozen=True)
+class Payload:
+    """The values of one put: a uint8 buffer, and each column's place in it."""
+
+    buffer: np.ndarray
+    slots: dict[str, Slot]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all arrays."""
-        return sum(array.nbytes for array in (self.values, self.lengths, self.pieces) if array is not None)
+        """Bytes of the buffer."""
+        return self.buffer.nbytes
 
-    @property
-    def row_lengths(self) -> np.ndarray:
-        """Length of every row, [rows] int64."""
-        assert self.lengths is not None
-        return self.lengths if self.pieces is None else self.lengths[self.pieces]
+    def values(self, name: str, dtype: str) -> np.ndarray:
+        """All values of a column; those of objects are pickles, uint8."""
+        return self._array(self.slots[name].values, "uint8" if dtype == "object" else dtype)
 
+    def lengths(self, name: str) -> np.ndarray:
+        """Length of each piece, [pieces]."""
+        span = self.slots[name].lengths
+        assert span is not None, "scalars have no lengths"
+        return self._array(span, "int64")
 
-Payload = dict[str, Packed]
+    def pieces(self, name: str) -> np.ndarray | None:
+        """Piece of each row, [rows]; None: row i is piece i."""
+        span = self.slots[name].pieces
+        return None if span is None else self._array(span, "int64")
+
+    def row_lengths(self, name: str) -> np.ndarray:
+        """Length of each row, [rows]."""
+        pieces = self.pieces(name)
+        return self.lengths(name) if pieces is None else self.lengths(name)[pieces]
+
+    def _array(self, span: Span, dtype: str) -> np.ndarray:
+        return self.buffer[span[0] : span[1]].view(dtype)
 
 
 class Scratch:
-    """Memory that packing writes to and that is used again: touching fresh pages would cost more than the copy.
+    """A buffer that is used again for every payload: touching fresh pages would cost more than the copy itself.
 
-    For payloads that are copied on (into Ray's object store) before the next one is packed. Kept up to `limit` bytes.
+    For payloads that are copied on (into Ray's object store) before the next one is packed. Larger ones than `limit`
+    bytes get memory of their own.
     """
 
     def __init__(self, limit: int = 256 << 20):
         self._limit = limit
         self._buffer = np.empty(0, np.uint8)
-        self._used = 0
 
-    def start(self, nbytes: int) -> None:
-        """Take over for a payload whose jagged values are `nbytes` in all."""
-        self._used = 0
+    def take(self, nbytes: int) -> np.ndarray:
+        """`nbytes` of memory with whatever is in it."""
+        if nbytes > self._limit:
+            return np.empty(nbytes, np.uint8)
         if nbytes > len(self._buffer):
-            self._buffer = np.empty(nbytes if nbytes > self._limit else 1 << (nbytes - 1).bit_length(), np.uint8)
+            self._buffer = np.empty(1 << (nbytes - 1).bit_length(), np.uint8)
+        return self._buffer[:nbytes]
 
-    def take(self, count: int, dtype: torch.dtype) -> torch.Tensor:
-        """`count` elements of uninitialised memory."""
-        nbytes = count * dtype.itemsize
-        start, self._used = self._used, self._used + -(-nbytes // 64) * 64
-        return torch.from_numpy(self._buffer[start : start + nbytes]).view(dtype)
 
-    def done(self) -> None:
-        """Let go of memory beyond the limit."""
-        if len(self._buffer) > self._limit:
-            self._buffer = np.empty(0, np.uint8)
+@dataclass
+class _Column:
+    """Checked values of a column, to be copied: flat ones, or tensors to be put end to end."""
+
+    values: torch.Tensor | list[torch.Tensor]
+    dtype: torch.dtype
+    lengths: np.ndarray | None = None
+    pieces: np.ndarray | None = None
+
+    @property
+    def count(self) -> int:
+        """Number of values."""
+        if isinstance(self.values, torch.Tensor):
+            return self.values.numel()
+        assert self.lengths is not None
+        return int(self.lengths.sum())
 
 
 def pack(
     spec: DockSpec, rows: np.ndarray, columns: Mapping[str, Sequence[Any]], scratch: Scratch | None = None
-) -> tuple[Payload, int]:
-    """Check and pack the values of a put; returns the payload and its bytes. `DockError` names column and row.
+) -> Payload:
+    """Check and pack the values of a put. `DockError` names column and row.
 
     With `scratch` the payload is good until the next one is packed with it.
     """
     if not columns:
         raise DockError("put: no columns given")
-    payload: dict[str, Packed] = {}
-    jagged: dict[str, list[torch.Tensor]] = {}
+    checked: dict[str, _Column] = {}
     for name, values in columns.items():
         if name not in spec.columns:
             raise DockError(f"put: unknown column '{name}'; there are {list(spec.columns)}")
         if len(values) != len(rows):
             raise DockError(f"put: column '{name}' has {len(values)} values for {len(rows)} rows")
-        column = spec.columns[name]
-        if column.kind == "jagged":
-            jagged[name], pieces = _distinct(_checked_jagged(name, column, rows, values))
-            lengths = np.array([piece.numel() for piece in jagged[name]], np.int64)
-            payload[name] = Packed(np.empty(0), lengths, pieces)
-        elif column.kind == "scalar":
-            payload[name] = _pack_scalar(name, column, rows, values)
-        else:
-            payload[name] = _pack_object(name, rows, values)
-    if scratch is not None:
-        scratch.start(sum(_padded(payload[name].lengths, spec.columns[name].dtype) for name in jagged))
-    for name, tensors in jagged.items():
-        dtype, packed = _TORCH_DTYPES[spec.columns[name].dtype], payload[name]
-        assert packed.lengths is not None
-        total = int(packed.lengths.sum())
-        out = torch.empty(total, dtype=dtype) if scratch is None else scratch.take(total, dtype)
-        payload[name] = replace(packed, values=torch.cat(tensors, out=out).numpy())
-    return payload, sum(packed.nbytes for packed in payload.values())
+        checked[name] = _CHECKS[spec.columns[name].kind](name, spec.columns[name], rows, values)
+    slots, end = {}, 0
+    for name, column in checked.items():
+        sizes = [column.count * column.dtype.itemsize]
+        sizes += [0 if array is None else array.nbytes for array in (column.lengths, column.pieces)]
+        starts = []
+        for size in sizes:
+            starts.append(end)
+            end += -(-size // _ALIGNMENT) * _ALIGNMENT
+        spans = [(start, start + size) for start, size in zip(starts, sizes, strict=True)]
+        slots[name] = Slot(
+            spans[0], None if column.lengths is None else spans[1], None if column.pieces is None else spans[2]
+        )
+    payload = Payload(np.empty(end, np.uint8) if scratch is None else scratch.take(end), slots)
+    for name, column in checked.items():
+        _write(payload, name, column)
+    return payload
 
 
-def _padded(lengths: np.ndarray | None, dtype: str) -> int:
-    assert lengths is not None
-    return int(lengths.sum()) * np.dtype(dtype).itemsize + 64
+def _write(payload: Payload, name: str, column: _Column) -> None:
+    start, stop = payload.slots[name].values
+    out = torch.from_numpy(payload.buffer[start:stop]).view(column.dtype)
+    if isinstance(column.values, torch.Tensor):
+        np.copyto(out.numpy(), column.values.cpu().numpy())  # faster than torch on one thread
+    else:
+        torch.cat(column.values, out=out)
+    if column.lengths is not None:
+        payload.lengths(name)[:] = column.lengths
+    if column.pieces is not None:
+        pieces = payload.pieces(name)
+        assert pieces is not None
+        pieces[:] = column.pieces
 
 
-def _checked_jagged(name: str, column: ColumnSpec, rows: np.ndarray, values: Sequence[Any]) -> Sequence[torch.Tensor]:
+def _check_jagged(name: str, column: ColumnSpec, rows: np.ndarray, values: Sequence[Any]) -> _Column:
+    dtype = _TORCH_DTYPES[column.dtype]
+    if isinstance(values, Jagged):
+        if values.dtype is not dtype:
+            raise DockError(f"put: column '{name}': expected {column.dtype} values, got {values.dtype}")
+        flat, lengths, pieces = values.distinct()
+        return _Column(flat.detach(), dtype, lengths, pieces)
+    tensors, pieces = _distinct(_checked_rows(name, column, rows, values))
+    return _Column(tensors, dtype, np.array([tensor.numel() for tensor in tensors], np.int64), pieces)
+
+
+def _checked_rows(name: str, column: ColumnSpec, rows: np.ndarray, values: Sequence[Any]) -> Sequence[torch.Tensor]:
     """The values as plain tensors on the host."""
     expected = _TORCH_DTYPES[column.dtype]
     if all(isinstance(value, torch.Tensor) for value in values):
@@ -149,22 +198,22 @@ def _distinct(values: Sequence[Any]) -> tuple[list[Any], np.ndarray | None]:
     return list(first.values()), np.array([number[id(value)] for value in values], np.int64)
 
 
-def _pack_scalar(name: str, column: ColumnSpec, rows: np.ndarray, values: Sequence[Any]) -> Packed:
-    kinds = "if" if column.dtype == "float32" else "i"
+def _check_scalar(name: str, column: ColumnSpec, rows: np.ndarray, values: Sequence[Any]) -> _Column:
+    kinds, dtype = "if" if column.dtype == "float32" else "i", _TORCH_DTYPES[column.dtype]
     if isinstance(values, torch.Tensor):
-        if values.ndim != 1 or values.dtype != _TORCH_DTYPES[column.dtype]:
+        if values.ndim != 1 or values.dtype != dtype:
             raise DockError(f"put: column '{name}': expected one 1-D {column.dtype} tensor, got {_kind(values)}")
-        return Packed(np.array(values.detach().cpu().numpy()))  # a copy: the caller may write to its tensor
+        return _Column(values.detach(), dtype)
     for row, value in zip(rows, values, strict=True):
         item = np.asarray(value)
         if item.ndim or item.dtype.kind not in kinds:
             raise DockError(
                 f"put: column '{name}', row {row}: expected a number ({column.dtype}), got {_kind(value)}"
             )
-    return Packed(np.asarray(values, column.dtype))
+    return _Column(torch.from_numpy(np.asarray(values, column.dtype)), dtype)
 
 
-def _pack_object(name: str, rows: np.ndarray, values: Sequence[Any]) -> Packed:
+def _check_object(name: str, column: ColumnSpec, rows: np.ndarray, values: Sequence[Any]) -> _Column:
     objects, pieces = _distinct(values)
     pickles = []
     for index, value in enumerate(objects):
@@ -173,133 +222,14 @@ def _pack_object(name: str, rows: np.ndarray, values: Sequence[Any]) -> Packed:
         except (pickle.PicklingError, TypeError, AttributeError) as error:
             row = rows[index if pieces is None else int(np.argmax(pieces == index))]
             raise DockError(f"put: column '{name}', row {row}: {_kind(value)} cannot be pickled: {error}") from error
-    return Packed(np.concatenate(pickles), np.array([len(data) for data in pickles], np.int64), pieces)
+    lengths = np.array([len(data) for data in pickles], np.int64)
+    return _Column(torch.from_numpy(np.concatenate(pickles)), torch.uint8, lengths, pieces)
+
+
+_CHECKS = {"jagged": _check_jagged, "scalar": _check_scalar, "object": _check_object}
 
 
 def _kind(value: Any) -> str:
     if isinstance(value, torch.Tensor | np.ndarray):
         return f"{str(value.dtype).removeprefix('torch.')} of shape {tuple(value.shape)}"
     return f"{type(value).__name__} {value!r:.60}"
-
-
-def as_tensor(array: np.ndarray) -> torch.Tensor:
-    """A tensor over the array's memory, without a copy.
-
-    Arrays in Ray's object store are marked read-only, which torch has no notion of. The mark is lifted here on
-    purpose; that nobody writes is part of the dock's contract (`TransferDock.get`).
-    """
-    return torch.from_numpy(np.asarray(_Unlocked(array)) if not array.flags.writeable else array)
-
-
-class _Unlocked:
-    """Presents an array's memory as writable, and keeps the array alive (numpy holds on to this object)."""
-
-    def __init__(self, array: np.ndarray):
-        self._array = array
-        self.__array_interface__ = {**array.__array_interface__, "data": (array.ctypes.data, False)}
-
-
-class _Column:
-    """A `Packed` column made ready for reading rows."""
-
-    def __init__(self, packed: Packed):
-        self._packed = packed
-
-    @cached_property
-    def _tensor(self) -> torch.Tensor:
-        return as_tensor(self._packed.values)
-
-    @cached_property
-    def _starts(self) -> np.ndarray:
-        assert self._packed.lengths is not None
-        return np.concatenate(([0], np.cumsum(self._packed.lengths)))
-
-    def _pieces(self, rows: np.ndarray) -> np.ndarray:
-        return rows if self._packed.pieces is None else self._packed.pieces[rows]
-
-    def jagged(self, rows: np.ndarray) -> list[torch.Tensor]:
-        """Values of rows, views."""
-        pieces = self._pieces(rows)
-        low, high = int(pieces.min()), int(pieces.max()) + 1
-        if high - low > 2 * len(pieces):  # far apart: cut out one by one
-            starts, stops = self._starts[pieces].tolist(), self._starts[pieces + 1].tolist()
-            return [self._tensor[start:stop] for start, stop in zip(starts, stops, strict=True)]
-        assert self._packed.lengths is not None
-        part = self._tensor[int(self._starts[low]) : int(self._starts[high])]
-        views = part.split(self._packed.lengths[low:high].tolist())
-        return [views[piece] for piece in (pieces - low).tolist()]
-
-    def scalars(self, rows: np.ndarray) -> np.ndarray:
-        """Numbers of rows."""
-        return self._packed.values[rows]
-
-    def objects(self, rows: np.ndarray) -> list[Any]:
-        """Objects of rows, a fresh copy for each."""
-        pieces = self._pieces(rows)
-        starts, stops = self._starts[pieces].tolist(), self._starts[pieces + 1].tolist()
-        return [pickle.loads(self._packed.values[a:b].data) for a, b in zip(starts, stops, strict=True)]
-
-
-class PayloadReader:
-    """Reads claims, keeping the most recently used payloads open. Safe to use from several threads.
-
-    `resolve(claim, ids)` fetches payloads, all that one `get` needs at once.
-    """
-
-    def __init__(self, spec: DockSpec, resolve: Callable[[Claim, list[int]], list[Payload]], capacity: int = 256):
-        self._spec = spec
-        self._resolve = resolve
-        self._capacity = capacity
-        self._open: OrderedDict[tuple[int, int], dict[str, _Column]] = OrderedDict()
-        self._lock = threading.Lock()
-
-    def get(self, claim: Claim, columns: Sequence[str]) -> dict[str, Any]:
-        """See `TransferDock.get`."""
-        for name in columns:
-            if name not in claim.columns:
-                raise DockError(
-                    f"get: column '{name}' is not among the columns {claim.columns} of '{claim.consumer}'"
-                )
-        self.forget(lambda iteration: iteration < claim.oldest_iteration)
-        wanted = {name: claim.locations[claim.columns.index(name)] for name in columns}
-        ids = {int(key) for locations in wanted.values() for key in np.unique(locations >> 32)} - {_ABSENT}
-        with self._lock:
-            opened = self._opened(claim, sorted(ids))
-        return {name: self._read(name, opened, locations) for name, locations in wanted.items()}
-
-    def forget(self, gone: Callable[[int], bool]) -> None:
-        """Close payloads of iterations for which `gone` holds, so that their memory can be freed."""
-        with self._lock:
-            self._open = OrderedDict((key, value) for key, value in self._open.items() if not gone(key[0]))
-
-    def _opened(self, claim: Claim, ids: list[int]) -> dict[int, dict[str, _Column]]:
-        absent = [key for key in ids if (claim.iteration, key) not in self._open]
-        if absent:
-            for key, payload in zip(absent, self._resolve(claim, absent), strict=True):
-                self._open[claim.iteration, key] = {name: _Column(packed) for name, packed in payload.items()}
-        result = {}
-        for key in ids:
-            self._open.move_to_end((claim.iteration, key))
-            result[key] = self._open[claim.iteration, key]
-        while len(self._open) > self._capacity:
-            self._open.popitem(last=False)
-        return result
-
-    def _read(self, name: str, opened: Mapping[int, Mapping[str, _Column]], locations: np.ndarray) -> Any:
-        payload_of, row_of = locations >> 32, locations & 0xFFFFFFFF
-        column = self._spec.columns[name]
-        if column.kind == "scalar":
-            numbers = np.empty(len(locations), column.dtype)
-            for key in np.unique(payload_of).tolist():
-                numbers[payload_of == key] = opened[key][name].scalars(row_of[payload_of == key])
-            return torch.from_numpy(numbers)
-        values: list[Any] = []
-        bounds = [0, *(np.flatnonzero(np.diff(payload_of)) + 1).tolist(), len(locations)]
-        for start, stop in pairwise(bounds):  # runs of rows from one payload
-            key, rows = int(payload_of[start]), row_of[start:stop]
-            if key == _ABSENT:  # an optional column that is not there
-                values += [None] * len(rows)
-            else:
-                packed = opened[key][name]
-                values += packed.jagged(rows) if column.kind == "jagged" else packed.objects(rows)
-        return values

@@ -19,8 +19,9 @@ from ray.exceptions import GetTimeoutError, ObjectLostError
 from mindspeed_rl.common.errors import DockError, DockTimeout, RowsLost
 from mindspeed_rl.transfer_dock.client import Client, client_of
 from mindspeed_rl.transfer_dock.controller import Controller
-from mindspeed_rl.transfer_dock.payload import Payload, PayloadReader, Scratch, pack
+from mindspeed_rl.transfer_dock.payload import Payload, Scratch, pack
 from mindspeed_rl.transfer_dock.ray_refs import to_address, to_ref
+from mindspeed_rl.transfer_dock.reader import PayloadReader
 from mindspeed_rl.transfer_dock.spec import DEFAULT_TIMEOUT, Claim, DockSnapshot, DockSpec, NotYet, Selection
 from mindspeed_rl.transfer_dock.table import as_rows
 
@@ -90,11 +91,10 @@ class RayTransferDock:
         lease: int | None,
         timeout: float,
     ) -> None:
-        payload, nbytes = pack(self.spec, rows, columns, self._scratch)
+        payload = pack(self.spec, rows, columns, self._scratch)
         ref = ray.put(payload)
-        self._scratch.done()
-        lengths = {name: payload[name].row_lengths for name in self.spec.balancing if name in payload}
-        arguments = (iteration, rows, list(payload), to_address(ref), nbytes, lengths, lease, timeout)
+        lengths = {name: payload.row_lengths(name) for name in self.spec.balancing if name in payload.slots}
+        arguments = (iteration, rows, list(payload.slots), to_address(ref), payload.nbytes, lengths, lease, timeout)
         self._client.keep(self._client.request("put", *arguments, seconds=timeout), ref)
         self._client.live()
 

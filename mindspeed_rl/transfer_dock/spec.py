@@ -247,8 +247,9 @@ class TransferDock(Protocol):
         """Store values of `columns` for `rows`; returns once they are visible, all of them at once.
 
         For values that come from outside, such as prompts; stages hand in their results by `ack`.
-        Values: `jagged` 1-D tensors of the column's dtype, `scalar` numbers or one 1-D tensor, `object` anything
-        picklable; one value a row. A tensor or object given for several rows is stored once.
+        Values: `jagged` 1-D tensors of the column's dtype, or one `Jagged`, which is stored as it lies; `scalar`
+        numbers or one 1-D tensor; `object` anything picklable; one value a row. A tensor or object given for several
+        rows is stored once.
         """
 
     def claim(
@@ -274,8 +275,9 @@ class TransferDock(Protocol):
     def get(self, claim: Claim, columns: Sequence[str]) -> dict[str, Any]:
         """Values of a claim's rows, for columns among what the consumer reads.
 
-        `jagged`: list of 1-D tensors; `scalar`: one tensor [rows]; `object`: list; None where an optional value is
-        not there. Jagged tensors are views of shared memory that other processes read too: never write to them.
+        `jagged`: a `Jagged`, a sequence of 1-D tensors; `scalar`: one tensor [rows]; `object`: list. Where optional
+        values are not there, a list with None. Tensors of jagged columns are views of shared memory that other
+        processes read too: never write to them.
 
         Raises `RowsLost` if the process that put values died. The dock knows it then: what somebody still needs is
         made again by the consumer that makes it, and this claim's lease has ended. Claim again.

@@ -19,6 +19,7 @@ from mindspeed_rl.config.layout import Layout
 from mindspeed_rl.config.schema import Config
 from mindspeed_rl.rewards.manager import RewardManager
 from mindspeed_rl.rewards.verifiers import RewardSample
+from mindspeed_rl.transfer_dock.jagged import Jagged
 from mindspeed_rl.transfer_dock.spec import Claim, TransferDock
 
 logger = logging.getLogger(__name__)
@@ -134,9 +135,8 @@ class RewardWorker:
                 # samples whose scoring failed do not train
                 mask = torch.repeat_interleave(torch.isfinite(rewards).float(), lengths)
                 advantages = compute_advantages(rl.adv_estimator, rewards, groups, mask, lengths, rl)
-                split = lengths.tolist()
-                columns = {"advantages": list(advantages.split(split)), "loss_mask": list(mask.split(split))}
-                self.dock.ack(claim, columns)
+                results = {"advantages": Jagged(advantages, lengths), "loss_mask": Jagged(mask, lengths)}
+                self.dock.ack(claim, results)
             for group in groups.unique():
                 scored = rewards[(groups == group) & torch.isfinite(rewards)]
                 metrics.mean(

@@ -143,7 +143,7 @@ class Training:
 
     def _fetch(self, claim: Claim) -> RolloutBatch:
         needs = self.dock.spec.consumers[claim.consumer].needs
-        columns = self.dock.get(claim, needs)
+        columns = {name: list(values) for name, values in self.dock.get(claim, needs).items()}
         return RolloutBatch(columns.pop("prompt_ids"), columns.pop("responses"), columns)
 
     # ---- update --------------------------------------------------------------------------------------------------

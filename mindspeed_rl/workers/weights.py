@@ -9,7 +9,7 @@ import numpy as np
 import ray
 import torch
 
-from mindspeed_rl.transfer_dock.payload import as_tensor
+from mindspeed_rl.transfer_dock.reader import as_tensor
 
 ALIGNMENT = 16  # bytes; a multiple of every element size, so that each tensor can be viewed in its own dtype
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from mindspeed_rl.common.errors import DockError, DockTimeout
+from mindspeed_rl.transfer_dock.jagged import Jagged
 from mindspeed_rl.transfer_dock.spec import NOT_YET, ColumnSpec, ConsumerSpec, DockSpec
 
 COLUMNS = {
@@ -314,11 +315,11 @@ def test_back_pressure_holds_back_later_iterations_only(make_dock):
         dock.put(1, [1], big, timeout=0.2)
     join = run(lambda: dock.put(1, [1], big, timeout=20))
     time.sleep(0.2)
-    assert dock.stats()["bytes"] == 3 * 808
+    assert dock.stats()["bytes"] == 3 * 896
     dock.clear(0)
     assert join()[0] is None
-    assert dock.stats()["bytes"] == 2 * 808
-    assert dock.stats()["bytes_put"] == 4 * 808
+    assert dock.stats()["bytes"] == 2 * 896
+    assert dock.stats()["bytes_put"] == 4 * 896
 
 
 def test_a_snapshot_restores_into_a_new_dock(make_dock):
@@ -375,3 +376,25 @@ def test_many_producers_and_consumers_see_every_row_once(make_dock):
     for join in [run(one) for one in work]:
         assert join()[0] is None
     assert sorted(seen["update"]) == sorted(seen["reward"]) == list(range(rows))
+
+
+def test_packed_values_are_taken_as_they_lie(make_dock):
+    dock = make_dock()
+    dock.begin(0, 2, 2, 4)
+    flat = torch.arange(7)
+    dock.put(
+        0,
+        range(4),
+        {
+            "prompt": Jagged(torch.tensor([5, 6, 7]), [1, 2], pieces=[0, 0, 1, 1]),
+            "response": Jagged(flat, [3, 0, 2, 2]),
+            "label": [None] * 4,
+        },
+    )
+    flat.zero_()
+    got = dock.get(dock.claim("reward", 0, 4), ["prompt", "response"])
+    assert isinstance(got["response"], Jagged)
+    assert [values.tolist() for values in got["prompt"]] == [[5], [5], [6, 7], [6, 7]]
+    assert [values.tolist() for values in got["response"]] == [[0, 1, 2], [], [3, 4], [5, 6]]
+    with pytest.raises(DockError, match="column 'log_probs': expected float32 values, got torch.int64"):
+        dock.put(0, range(4), {"log_probs": Jagged(flat, [3, 0, 2, 2])})

@@ -1,0 +1,147 @@
+"""Reading a claim's rows out of payloads, without a copy where their kind allows it."""
+
+from __future__ import annotations
+
+import pickle
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+
+from mindspeed_rl.common.errors import DockError
+from mindspeed_rl.transfer_dock.jagged import Jagged
+from mindspeed_rl.transfer_dock.payload import Payload
+from mindspeed_rl.transfer_dock.spec import Claim, ColumnSpec, DockSpec
+
+_ABSENT = 0  # payload ids start at 1
+
+
+def as_tensor(array: np.ndarray) -> torch.Tensor:
+    """A tensor over the array's memory, without a copy.
+
+    Arrays in Ray's object store are marked read-only, which torch has no notion of. The mark is lifted here on
+    purpose; that nobody writes is part of the dock's contract (`TransferDock.get`).
+    """
+    return torch.from_numpy(np.asarray(_Unlocked(array)) if not array.flags.writeable else array)
+
+
+class _Unlocked:
+    """Presents an array's memory as writable, and keeps the array alive (numpy holds on to this object)."""
+
+    def __init__(self, array: np.ndarray):
+        self._array = array
+        self.__array_interface__ = {**array.__array_interface__, "data": (array.ctypes.data, False)}
+
+
+class _Column:
+    """A column of a payload made ready for reading rows."""
+
+    def __init__(self, payload: Payload, name: str, spec: ColumnSpec):
+        self._values = payload.values(name, spec.dtype)
+        if spec.kind == "jagged":
+            self._flat = as_tensor(self._values)
+        if spec.kind != "scalar":
+            self._bounds = np.concatenate(([0], np.cumsum(payload.lengths(name))))
+            self._pieces = payload.pieces(name)
+
+    def run(self, rows: np.ndarray) -> tuple[torch.Tensor, np.ndarray, np.ndarray]:
+        """Rows of a jagged column, as `Jagged.joined` takes them."""
+        return self._flat, self._bounds, self._pieces_of(rows)
+
+    def scalars(self, rows: np.ndarray) -> np.ndarray:
+        """Numbers of rows."""
+        return self._values[rows]
+
+    def objects(self, rows: np.ndarray) -> list[Any]:
+        """Objects of rows, a fresh copy for each."""
+        pieces = self._pieces_of(rows)
+        starts, stops = self._bounds[pieces].tolist(), self._bounds[pieces + 1].tolist()
+        return [pickle.loads(self._values[a:b].data) for a, b in zip(starts, stops, strict=True)]
+
+    def _pieces_of(self, rows: np.ndarray) -> np.ndarray:
+        return rows if self._pieces is None else self._pieces[rows]
+
+
+class _Open:
+    """A payload with the columns that have been read so far."""
+
+    def __init__(self, payload: Payload, spec: DockSpec):
+        self._payload, self._spec = payload, spec
+        self._columns: dict[str, _Column] = {}
+
+    def __getitem__(self, name: str) -> _Column:
+        if name not in self._columns:
+            self._columns[name] = _Column(self._payload, name, self._spec.columns[name])
+        return self._columns[name]
+
+
+class PayloadReader:
+    """Reads claims, keeping the most recently used payloads open. Safe to use from several threads.
+
+    `resolve(claim, ids)` fetches payloads, all that one `get` needs at once.
+    """
+
+    def __init__(self, spec: DockSpec, resolve: Callable[[Claim, list[int]], list[Payload]], capacity: int = 256):
+        self._spec = spec
+        self._resolve = resolve
+        self._capacity = capacity
+        self._open: OrderedDict[tuple[int, int], _Open] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def get(self, claim: Claim, columns: Sequence[str]) -> dict[str, Any]:
+        """See `TransferDock.get`."""
+        for name in columns:
+            if name not in claim.columns:
+                raise DockError(
+                    f"get: column '{name}' is not among the columns {claim.columns} of '{claim.consumer}'"
+                )
+        self.forget(lambda iteration: iteration < claim.oldest_iteration)
+        wanted = {name: claim.locations[claim.columns.index(name)] for name in columns}
+        ids = {int(key) for locations in wanted.values() for key in np.unique(locations >> 32)} - {_ABSENT}
+        with self._lock:
+            opened = self._opened(claim, sorted(ids))
+        return {name: self._read(name, opened, locations) for name, locations in wanted.items()}
+
+    def forget(self, gone: Callable[[int], bool]) -> None:
+        """Close payloads of iterations for which `gone` holds, so that their memory can be freed."""
+        with self._lock:
+            self._open = OrderedDict((key, value) for key, value in self._open.items() if not gone(key[0]))
+
+    def _opened(self, claim: Claim, ids: list[int]) -> dict[int, _Open]:
+        absent = [key for key in ids if (claim.iteration, key) not in self._open]
+        if absent:
+            for key, payload in zip(absent, self._resolve(claim, absent), strict=True):
+                self._open[claim.iteration, key] = _Open(payload, self._spec)
+        result = {}
+        for key in ids:
+            self._open.move_to_end((claim.iteration, key))
+            result[key] = self._open[claim.iteration, key]
+        while len(self._open) > self._capacity:
+            self._open.popitem(last=False)
+        return result
+
+    def _read(self, name: str, opened: Mapping[int, _Open], locations: np.ndarray) -> Any:
+        payload_of, row_of = locations >> 32, locations & 0xFFFFFFFF
+        column = self._spec.columns[name]
+        if column.kind == "scalar":
+            numbers = np.empty(len(locations), column.dtype)
+            for key in np.unique(payload_of).tolist():
+                numbers[payload_of == key] = opened[key][name].scalars(row_of[payload_of == key])
+            return torch.from_numpy(numbers)
+        bounds = [0, *(np.flatnonzero(np.diff(payload_of)) + 1).tolist(), len(locations)]
+        runs = [(int(payload_of[start]), row_of[start:stop]) for start, stop in pairwise(bounds)]
+        if column.kind == "jagged" and (payload_of != _ABSENT).all():
+            return Jagged.joined([opened[key][name].run(rows) for key, rows in runs])
+        values: list[Any] = []
+        for key, rows in runs:  # objects, or optional values that are not all there
+            if key == _ABSENT:
+                values += [None] * len(rows)
+            elif column.kind == "jagged":
+                values += Jagged.joined([opened[key][name].run(rows)])
+            else:
+                values += opened[key][name].objects(rows)
+        return values
