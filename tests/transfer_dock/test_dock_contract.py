@@ -396,5 +396,5 @@ def test_packed_values_are_taken_as_they_lie(make_dock):
     assert isinstance(got["response"], Jagged)
     assert [values.tolist() for values in got["prompt"]] == [[5], [5], [6, 7], [6, 7]]
     assert [values.tolist() for values in got["response"]] == [[0, 1, 2], [], [3, 4], [5, 6]]
-    with pytest.raises(DockError, match="column 'log_probs': expected float32 values, got torch.int64"):
+    with pytest.raises(DockError, match=r"column 'log_probs': expected float32 values, got torch\.int64"):
         dock.put(0, range(4), {"log_probs": Jagged(flat, [3, 0, 2, 2])})
