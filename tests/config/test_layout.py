@@ -30,6 +30,7 @@ def make_layout(tp: int, pp: int, dp: int, infer_tp: int) -> Layout:
         infer_tp=infer_tp,
         rollout_replicas=world // infer_tp,
         prompts_per_iteration=8,
+        prompts_in_generation=8,
         samples_per_prompt=4,
         prompts_per_mini_batch=4,
         micro_batch_size=3,

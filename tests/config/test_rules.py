@@ -84,6 +84,22 @@ EXAMPLES = {
         ["rl_config.rollout_is_threshold=3"],
         "rl_config.rollout_is_threshold", 3.0, "staleness = 0", "rollout_is: token",
     ),
+    "partial_rollout_keys_are_used": (
+        ["rl_config.partial_rollout_threshold=0.7"],
+        "rl_config.partial_rollout_threshold", 0.7, "partial_rollout_max_split = 1", "partial_rollout_max_split above 1",
+    ),
+    "partial_rollout_is_synchronous": (
+        [*SEPARATE, "rl_config.staleness=1", "rl_config.partial_rollout_max_split=2", "rl_config.blocking=false"],
+        "rl_config.partial_rollout_max_split", 2, "staleness = 1", "staleness: 0",
+    ),
+    "partial_rollout_has_a_surplus": (
+        ["rl_config.partial_rollout_max_split=2", "rl_config.partial_rollout_threshold=1"],
+        "rl_config.partial_rollout_threshold", 1.0, "prompts in generation", "at most 0.9",
+    ),
+    "partial_rollout_keeps_tokens": (
+        ["rl_config.partial_rollout_max_split=2", "generate_config.sampling_config.detokenize=true"],
+        "generate_config.sampling_config.detokenize", True, "partial_rollout_max_split = 2", "set it to false",
+    ),
     "training_tp_divides_model": (
         ["actor_config.tensor_model_parallel_size=8"],
         "actor_config.tensor_model_parallel_size", 8, "num_query_groups = 4", "possible: 1, 2, 4",
@@ -284,6 +300,8 @@ def test_rules_read_the_keys_they_declare():
         SEPARATE,
         [*SEPARATE, "rl_config.blocking=false", "rl_config.staleness=2", "rl_config.rollout_is_threshold=1.5"],
         ["rl_config.rollout_is=token", "rl_config.rollout_is_threshold=0.5"],
+        ["rl_config.partial_rollout_max_split=3", "rl_config.require_max_age_all_finished=false"],
+        ["rl_config.partial_rollout_max_split=3", "rl_config.rollout_is_threshold=1.5"],
         ["generate_config.sampling_config.logprobs=false"],  # no token is of an older policy
         ["rl_config.verifier_function=[acc,custom]", "+rl_config.custom_reward_function={path: reward.py}"],
     ],
