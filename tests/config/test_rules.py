@@ -86,7 +86,7 @@ EXAMPLES = {
     ),
     "partial_rollout_keys_are_used": (
         ["rl_config.partial_rollout_threshold=0.7"],
-        "rl_config.partial_rollout_threshold", 0.7, "partial_rollout_max_split = 1", "partial_rollout_max_split above 1",
+        "rl_config.partial_rollout_threshold", 0.7, "partial_rollout_max_split = 1", "above 1, or remove",
     ),
     "partial_rollout_is_synchronous": (
         [*SEPARATE, "rl_config.staleness=1", "rl_config.partial_rollout_max_split=2", "rl_config.blocking=false"],
