@@ -8,10 +8,11 @@ records say so.
 
 What the headlines mean
 - `dock.iteration_vs_ray`: seconds of `ray.put` and `ray.get` of one array of the same bytes, packed beforehand, over
-  seconds of the dock's whole iteration (begin, put, claim, get, acknowledge, clear), for 1,024 samples from one
-  process to another. The dock gets all rows, as lists of tensors, in one put and one claim, as Ray gets one array.
-- `dock.iteration_vs_ray_from_rows`: as above, but Ray starts from the same rows: it concatenates every column.
-- `dock.iteration_vs_transferqueue`: seconds of its put, metadata, get and clear over the dock's; same rows at once.
+  seconds of the dock's whole iteration (begin, put, claim, get, acknowledge, clear), from one process to another. The
+  dock gets all rows in one put and one claim, each column packed beforehand (`Jagged`).
+- `dock.iteration_vs_ray_from_rows`: as above, but both start from rows, as lists of tensors: bare Ray concatenates
+  every column, into memory that it uses again.
+- `dock.iteration_vs_transferqueue`: seconds of its put, metadata, get and clear over the dock's, from rows.
 Each is the lower of two figures, one with what a consumer got only mapped, one with all of it packed and summed.
 Records `dock.ratio_to_…` have both, for every case, also for 64 rows a put and claim (where bare Ray still moves all
 rows of a process at once).
@@ -82,8 +83,8 @@ class Case:
         return median(self.rounds[plane, read], lambda round_: round_.iteration)
 
     def ratio(self, plane: str, read: bool) -> float:
-        """A plane's time over the dock's."""
-        return self.seconds(plane, read) / self.seconds("dock", read)
+        """A plane's time over the dock's, with values packed beforehand if they are for that plane."""
+        return self.seconds(plane, read) / self.seconds("dock_packed" if plane == "ray" else "dock", read)
 
 
 def measure(settings: Settings, with_queue: bool) -> list[Record]:
@@ -95,8 +96,12 @@ def measure(settings: Settings, with_queue: bool) -> list[Record]:
             *metadata_records(settings),
         ]
         cases = list(run_cases(settings, with_queue))
-    headline = next(case for case in cases if case.batch_rows == case.workload.samples)
-    return [*headline_records(headline), *records, *(record for case in cases for record in case_records(case))]
+    headlines = [case for case in cases if case.batch_rows == case.workload.samples]
+    return [
+        *(record for case in headlines for record in headline_records(case)),
+        *records,
+        *(record for case in cases for record in case_records(case)),
+    ]
 
 
 def reserve(settings: Settings) -> int:
@@ -166,7 +171,7 @@ def run_cases(settings: Settings, with_queue: bool) -> Iterator[Case]:
 
 
 def headline_records(case: Case) -> Iterator[Record]:
-    """The three ratios that the module's docstring defines."""
+    """The three ratios that the module's docstring defines, for one number of samples."""
     for plane in ("ray", "ray_from_rows", "transferqueue"):
         name = f"dock.iteration_vs_{plane}"
         if (plane, False) not in case.rounds:

@@ -22,6 +22,7 @@ import ray
 import torch
 
 from dock.workload import GROUP, SEQUENCES, TENSOR_COLUMNS, Columns
+from mindspeed_rl.transfer_dock.jagged import Jagged
 from mindspeed_rl.transfer_dock.ray_dock import RayTransferDock
 from mindspeed_rl.transfer_dock.spec import Claim
 
@@ -72,9 +73,11 @@ class Plane(Protocol):
     def consume(self, turn: Turn, handed_over: list[ray.ObjectRef], clock: Clock) -> int: ...
 
 
-def read_columns(columns: dict[str, list[torch.Tensor]]) -> int:
+def read_columns(columns: dict[str, Sequence[torch.Tensor]]) -> int:
     """Pack and sum every column; returns the sum of the token ids."""
-    sums = {name: torch.cat(values).sum() for name, values in columns.items()}
+    packed = {name: values.values if isinstance(values, Jagged) else values for name, values in columns.items()}
+    parts = {name: [values] if isinstance(values, torch.Tensor) else list(values) for name, values in packed.items()}
+    sums = {name: torch.cat(values).sum() for name, values in parts.items()}
     return int(sum(sums[name] for name in SEQUENCES if name in sums))
 
 
@@ -127,13 +130,16 @@ class RayFromRows:
 
 
 class Dock:
-    """The product: put, claim, get, and every claim acknowledged."""
+    """The product: put, claim, get, and every claim acknowledged.
 
-    def __init__(self, dock: RayTransferDock):
-        self._dock = dock
+    With `packed`, stages have each column as one tensor with lengths, packed beforehand; else as a list of tensors.
+    """
+
+    def __init__(self, dock: RayTransferDock, packed: bool):
+        self._dock, self._packed = dock, packed
 
     def prepare(self, batches: Sequence[Batch], nbytes: int) -> None:
-        self.prepared = batches
+        self.prepared = [Batch(b.rows, _jagged(b.columns)) for b in batches] if self._packed else batches
 
     def produce(self, iteration: int, clock: Clock) -> list[ray.ObjectRef]:
         for batch in self.prepared:
@@ -148,7 +154,6 @@ class Dock:
                 values = self._dock.get(claim, NAMES)
             if turn.read:
                 with clock("read"):
-                    values["rewards"] = [values["rewards"]]
                     total += read_columns(values)
             with clock("ack"):
                 self._dock.ack(claim)
@@ -220,6 +225,20 @@ class TransferQueue:
     def close(self) -> None:
         """End its controller and storage units."""
         self._queue.close()
+
+
+def _jagged(columns: Columns) -> Columns:
+    prompts = columns["prompt_ids"][::GROUP]
+    pieces = np.arange(len(columns["prompt_ids"])) // GROUP
+    return {
+        "prompt_ids": Jagged(torch.cat(prompts), [len(prompt) for prompt in prompts], pieces),
+        "rewards": columns["rewards"],
+        **{
+            name: Jagged(torch.cat(columns[name]), [len(values) for values in columns[name]])
+            for name in NAMES
+            if name not in ("prompt_ids", "rewards")
+        },
+    }
 
 
 def _nested(values: list[torch.Tensor] | torch.Tensor) -> torch.Tensor:

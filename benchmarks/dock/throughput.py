@@ -23,6 +23,7 @@ from dock.planes import Batch, Clock, Dock, Plane, RawRay, RayFromRows, Transfer
 from dock.workload import GROUP, Workload, checksum, grpo_spec
 from mindspeed_rl.transfer_dock.ray_dock import RayTransferDock
 
+DOCKS = ("dock_packed", "dock")
 CALLS = ("claim", "get", "read", "ack")
 
 
@@ -41,7 +42,12 @@ class Worker:
     """A producing or consuming process with all planes in it."""
 
     def __init__(self, dock: RayTransferDock, with_queue: bool):
-        self._planes: dict[str, Plane] = {"ray": RawRay(), "ray_from_rows": RayFromRows(), "dock": Dock(dock)}
+        self._planes: dict[str, Plane] = {
+            "ray": RawRay(),
+            "dock_packed": Dock(dock, packed=True),
+            "ray_from_rows": RayFromRows(),
+            "dock": Dock(dock, packed=False),
+        }
         if with_queue:
             self._planes["transferqueue"] = TransferQueue()
 
@@ -94,14 +100,14 @@ class Bench:
 
     def __init__(self, processes: int, queue: TransferQueue | None):
         self.processes = processes
-        self.planes = ("ray", "ray_from_rows", "dock", *(["transferqueue"] if queue else []))
+        self.planes = ("ray", "dock_packed", "ray_from_rows", "dock", *(["transferqueue"] if queue else []))
         self._queue = queue
         self._dock = RayTransferDock.create(grpo_spec(processes), num_cpus=0)
         actor: Any = ray.remote(num_cpus=0)(Worker)
         self._workers = [actor.remote(self._dock, queue is not None) for _ in range(max(2, processes))]
         self._producers = self._workers[:processes]
         self._consumers = [*self._workers[1:], self._workers[0]][:processes]
-        self._controllers = {"dock": controller_process(self._dock)}
+        self._controllers = dict.fromkeys(DOCKS, controller_process(self._dock))
         if queue:
             self._controllers["transferqueue"] = queue.controller_process()
         self._iteration = 0
@@ -118,7 +124,7 @@ class Bench:
         for turn in range(warm_up + repetitions):
             for plane, read in rounds:
                 result, total = self._round(plane, workload, batch_rows, read)
-                if read and plane in ("dock", "transferqueue") and total != expected:
+                if read and plane in (*DOCKS, "transferqueue") and total != expected:
                     raise RuntimeError(
                         f"{plane} delivered values that sum to {total}; what was put sums to {expected}"
                     )
@@ -137,7 +143,7 @@ class Bench:
         process = self._controllers.get(plane)
         cpu = cpu_seconds(process)
         with watch("begin"):
-            if plane == "dock":
+            if plane in DOCKS:
                 self._dock.begin(number, workload.samples // GROUP, GROUP, block_rows=workload.samples)
         put = ray.get([producer.produce.remote(plane, number) for producer in self._producers])
         rows = workload.samples // self.processes
@@ -148,7 +154,7 @@ class Bench:
             ]
         )
         with watch("clear"):
-            if plane == "dock":
+            if plane in DOCKS:
                 self._dock.clear(number)
             elif plane == "transferqueue":
                 assert self._queue is not None
