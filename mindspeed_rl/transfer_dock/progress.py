@@ -116,10 +116,12 @@ class Progress:
         else:
             self.missing[units] -= values
         # Units that are done may get values again, which others of their group, or other consumers, had lost.
-        ready = list(dict.fromkeys(units[(self.missing[units] == 0) & (self.acked_by[units] == 0)].tolist()))
-        if ready:
+        ready = units[(self.missing[units] == 0) & (self.acked_by[units] == 0)]
+        if self.unit_rows > 1:
+            ready = np.array(list(dict.fromkeys(ready.tolist())), np.int64)
+        if ready.size:
             self.queue.became_ready(ready)
-        return bool(ready)
+        return bool(ready.size)
 
     def bind(self, rows: np.ndarray, present: np.ndarray) -> bool:
         """These rows come next in a selection; `present`: how many of the needed values each has already."""
@@ -208,7 +210,8 @@ class Progress:
         became_ready = np.zeros(len(self.missing), np.int64)
         np.maximum.at(became_ready, units, present.max(axis=0))
         ready = np.flatnonzero(self.missing == 0)
-        self.queue.became_ready(ready[np.argsort(became_ready[ready], kind="stable")].tolist())
+        if ready.size:
+            self.queue.became_ready(ready[np.argsort(became_ready[ready], kind="stable")])
 
 
 def _permutation(name: str, order: Sequence[int], rows: int, unit_rows: int) -> np.ndarray:

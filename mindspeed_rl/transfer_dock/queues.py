@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -30,8 +30,8 @@ def owners(units: int, block: int, shares: int) -> np.ndarray:
 class WorkQueue(Protocol):
     """Units of one consumer in one iteration that are not handed out."""
 
-    def became_ready(self, units: Sequence[int]) -> None:
-        """These units lack nothing any more."""
+    def became_ready(self, units: np.ndarray) -> None:
+        """These units (at least one) lack nothing any more."""
 
     def take(self, share: int, count: int) -> list[int]:
         """The next `count` units (fewer at the end of a share or block), or none while they are not all ready."""
@@ -86,10 +86,10 @@ class OrderedQueue:
         bounds = np.cumsum(np.bincount(owner, minlength=shares))[:-1]
         self._shares = [_Sequence(units) for units in np.split(by_share, bounds)]
 
-    def became_ready(self, units: Sequence[int]) -> None:
+    def became_ready(self, units: np.ndarray) -> None:
         if self.dealt is None:
             return
-        for block in np.unique(np.asarray(units) // self._block).tolist():
+        for block in np.unique(units // self._block).tolist():
             members = slice(block * self._block, (block + 1) * self._block)
             if not self.dealt[block] and not self._missing[members].any():
                 self._deal(block, members)
@@ -107,9 +107,10 @@ class OrderedQueue:
     def take(self, share: int, count: int) -> list[int]:
         sequence = self._shares[share]
         back, fresh = sequence.next_indices(count, self._block)
-        indices = [*back, *range(sequence.cursor, sequence.cursor + fresh)]
-        units = sequence.units[indices]
-        if not indices or self._missing[units].any():
+        units = sequence.units[sequence.cursor : sequence.cursor + fresh]
+        if back:
+            units = np.concatenate((sequence.units[back], units))
+        if not len(units) or self._missing[units].any():
             return []
         if self.dealt is not None and not self.dealt[units[0] // self._block]:
             return []
@@ -153,8 +154,8 @@ class ReadinessQueue:
         self._ready: deque[int] = deque()
         self._left = np.bincount(owner, minlength=shares).tolist()
 
-    def became_ready(self, units: Iterable[int]) -> None:
-        self._ready.extend(units)
+    def became_ready(self, units: np.ndarray) -> None:
+        self._ready.extend(units.tolist())
 
     def take(self, share: int, count: int) -> list[int]:
         count = min(count, self._left[share])

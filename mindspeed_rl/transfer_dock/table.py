@@ -229,17 +229,19 @@ class DockTable:
     def ack(self, iteration: int, lease: int, rows: np.ndarray | None = None) -> None:
         """See `TransferDock.ack`; what it puts is put before, by `put`, after `check_ack`."""
         held, units = self.check_ack(iteration, lease, rows)
-        held.units = [unit for unit in held.units if unit not in units]
-        if not held.units:
+        if len(units) == len(held.units):
             del self._leases[lease]
-        self._iterations[iteration].progress[held.consumer].acknowledged(held.share, sorted(units))
+        else:
+            done = set(units)
+            held.units = [unit for unit in held.units if unit not in done]
+        self._iterations[iteration].progress[held.consumer].acknowledged(held.share, units)
         self._woken[iteration, held.consumer] = None
 
-    def check_ack(self, iteration: int, lease: int, rows: np.ndarray | None) -> tuple[Lease, set[int]]:
+    def check_ack(self, iteration: int, lease: int, rows: np.ndarray | None) -> tuple[Lease, Sequence[int]]:
         """The lease and the units of it that these rows (None: all) are; `DockError` unless it is held."""
         held = self._held(iteration, lease)
         if rows is None:
-            return held, set(held.units)
+            return held, held.units
         progress = self._iterations[iteration].progress[held.consumer]
         foreign = np.setdiff1d(rows, progress.rows_of(held.units))
         if foreign.size:
@@ -247,7 +249,7 @@ class DockTable:
         units = set(progress.units_of(rows).tolist())
         if len(units) * progress.unit_rows != len(rows):
             raise DockError(f"ack: consumer '{held.consumer}' takes whole groups of {progress.unit_rows} rows")
-        return held, units
+        return held, sorted(units)
 
     def release(self, iteration: int, lease: int) -> None:
         """See `TransferDock.release`."""
