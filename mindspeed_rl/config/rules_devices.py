@@ -76,3 +76,16 @@ def sequence_parallel_needs_tp(cfg: Config) -> Found:
     if cfg.actor.sequence_parallel and cfg.actor.tensor_model_parallel_size == 1:
         hint = "set sequence_parallel: false, or a larger tensor_model_parallel_size"
         yield Violation(actor_path(cfg, "sequence_parallel"), True, "needs tensor_model_parallel_size > 1", hint)
+
+
+@rule("device", "generate_config.gpu_memory_utilization", "generate_config.cpu_kv_cache_gib")
+def rollout_memory_key_fits_device(cfg: Config) -> Found:
+    """A CPU's cache has a size, an accelerator's is a share of its memory."""
+    acts = {"gpu_memory_utilization": cfg.device != "cpu", "cpu_kv_cache_gib": cfg.device in ("cpu", "auto")}
+    for key, has_effect in acts.items():
+        if key in cfg.generate_config.model_fields_set and not has_effect:
+            value, message = getattr(cfg.generate_config, key), f"has no effect with device = {cfg.device!r}"
+            other = next(name for name in acts if name != key)
+            yield Violation(
+                f"generate_config.{key}", value, message, f"remove it; {other} is the key for this device"
+            )

@@ -100,6 +100,10 @@ EXAMPLES = {
         ["rl_config.partial_rollout_max_split=2", "generate_config.sampling_config.detokenize=true"],
         "generate_config.sampling_config.detokenize", True, "partial_rollout_max_split = 2", "set it to false",
     ),
+    "rollout_memory_key_fits_device": (
+        ["generate_config.cpu_kv_cache_gib=2"],
+        "generate_config.cpu_kv_cache_gib", 2, "device = 'npu'", "gpu_memory_utilization",
+    ),
     "training_tp_divides_model": (
         ["actor_config.tensor_model_parallel_size=8"],
         "actor_config.tensor_model_parallel_size", 8, "num_query_groups = 4", "possible: 1, 2, 4",
