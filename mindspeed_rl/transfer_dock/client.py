@@ -8,12 +8,14 @@ import threading
 import time
 import uuid
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import Any
 
 import ray
 import zmq
 
 from mindspeed_rl.common.errors import DockError, DockTimeout, MindSpeedRLError
+from mindspeed_rl.transfer_dock.spec import Claim
 
 _ANSWER_SECONDS = 60.0  # for the controller to answer a request that does not wait for anything
 _LOOK_SECONDS = 1.0  # while an answer is outstanding: how often to see whether the controller lives
@@ -57,11 +59,16 @@ class Client:
         self._of_thread.number = number
         socket.send(pickle.dumps((number, self.holder, method, arguments), protocol=5))
         deadline = time.monotonic() + seconds + _ANSWER_SECONDS
-        answered = -1
+        answered, unwanted = -1, []
         while answered != number:  # an earlier request may have been given up, by an interrupt for example
             self._wait(socket, method, deadline, seconds)
             answered, ok, answer, freed = pickle.loads(socket.recv())
             self._free(freed)
+            if answered != number and isinstance(answer, Claim):
+                unwanted.append(answer)
+        for claim in unwanted:  # rows that nobody would ever acknowledge
+            with suppress(DockError):  # its lease has ended meanwhile
+                self.request("release", claim.iteration, claim.lease)
         if ok:
             return answer
         if isinstance(answer, MindSpeedRLError):

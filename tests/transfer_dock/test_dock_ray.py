@@ -305,3 +305,19 @@ def test_no_tensor_passes_through_the_controller(monkeypatch):
     dock.ack(claim)
     assert {"begin", "put", "claim", "ack"} <= set(sizes)
     assert max(sizes.values()) < 2000, sizes
+
+
+def test_rows_granted_to_a_claim_that_was_given_up_are_released():
+    dock = make_dock()
+    dock.begin(0, 1, 1, 1)
+    before = signal.signal(signal.SIGALRM, lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    signal.setitimer(signal.ITIMER_REAL, 0.5)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            dock.claim("train", 0, 1)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    dock.put(0, [0], {"tokens": [torch.arange(3)]})  # granted to the claim that nobody waits for any more
+    dock.stats()
+    claim = dock.claim("train", 0, 1, timeout=20)
+    assert claim.rows == (0,)
