@@ -8,6 +8,7 @@ response that goes on, takes a fraction of a step. `python benchmarks/partial_ro
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -37,11 +38,13 @@ class SimulatedEngine:
 
     lengths: np.ndarray
     steps: float = 0.0  # simulated time
+    generated: np.ndarray = field(default_factory=lambda: np.empty(0, int))  # tokens of each response so far
     # row -> response, start, new tokens
     _running: dict[int, tuple[int, int, list[int]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.generated = np.zeros(self.lengths.size, int)  # tokens of each response so far
+        if not len(self.generated):
+            self.generated = np.zeros(self.lengths.size, int)
 
     def generate(self, requests: Sequence[GenerationRequest]) -> Iterator[list[Generation]]:
         group = self.lengths.shape[1]
@@ -84,7 +87,7 @@ class SimulatedEngine:
 
 
 def simulate(
-    lengths: np.ndarray, iterations: int, batch: int, *overrides: str
+    lengths: np.ndarray, iterations: int, batch: int, *overrides: str, replicas: int = 1
 ) -> tuple[SimulatedEngine, list[list[int]]]:
     """Run rollouts of `iterations` with `batch` prompts each; returns the engine, and for each iteration the
     prompts that were trained on, in order.
@@ -97,14 +100,18 @@ def simulate(
             f"megatron_training.global_batch_size={batch}",
             f"rl_config.mini_batch_size={batch}",
             f"rl_config.n_samples_per_prompt={lengths.shape[1]}",
-            "rl_config.actor_resource.num_npus=1",
+            f"rl_config.actor_resource.num_npus={replicas}",
+            "rl_config.epochs=2",  # so that old log-probs are a stage: its claims show what is trained on
             *overrides,
         ],
     )
     layout, rl = derive_layout(config), config.rl_config
     dock = LocalTransferDock(dock_spec(config, layout))
-    engine = SimulatedEngine(lengths)
-    rollout = Rollout(Context(0, 0, config, layout, CpuDevice(), dock), engine)
+    first = SimulatedEngine(lengths)
+    engines = [first, *(SimulatedEngine(lengths, generated=first.generated) for _ in range(1, replicas))]
+    rollouts = [
+        Rollout(Context(rank, rank, config, layout, CpuDevice(), dock), engine) for rank, engine in enumerate(engines)
+    ]
     group, partial = lengths.shape[1], rl.partial_rollout_max_split > 1
     selection = Selection(batch, rl.partial_rollout_max_split, rl.require_max_age_all_finished) if partial else None
     used, carried, trained = 0, 0, []
@@ -114,14 +121,19 @@ def simulate(
         prompts = [torch.tensor([used + n // group]) for n in range(fresh * group)]
         dock.put(iteration, range(carried * group, layout.rows_in_generation), {"prompt_ids": prompts})
         used += fresh
-        rollout.version = iteration
         dock.advance(iteration)
-        rollout.generate(iteration)
-        claim = dock.claim("old_log_prob", iteration, batch * group)
-        assert claim is not None
-        values = dock.get(claim, ("prompt_ids", "responses"))
-        _check(values, claim, lengths)
-        trained.append([int(prompt[0]) for prompt in values["prompt_ids"][::group]])
+        for rollout in rollouts:
+            rollout.version = iteration
+        with ThreadPoolExecutor(replicas) as threads:
+            list(threads.map(lambda rollout: rollout.generate(iteration), rollouts))  # noqa: B023 - run at once
+        prompts = []
+        for share in range(layout.dp):
+            claim = dock.claim("old_log_prob", iteration, batch * group // layout.dp, share)
+            assert claim is not None
+            values = dock.get(claim, ("prompt_ids", "responses"))
+            _check(values, claim, lengths)
+            prompts += [int(prompt[0]) for prompt in values["prompt_ids"]]
+        trained.append(prompts[::group])
         if partial:
             carried = dock.begin(
                 iteration + 1, layout.prompts_in_generation, group, batch * group, None, selection, iteration
@@ -129,7 +141,7 @@ def simulate(
         else:
             dock.begin(iteration + 1, layout.prompts_in_generation, group, batch * group)
         dock.clear(iteration)
-    return engine, trained
+    return first, trained
 
 
 def _check(values: dict[str, list[torch.Tensor]], claim: Claim, lengths: np.ndarray) -> None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import pickle
 import shutil
 from collections import OrderedDict
 from collections.abc import Mapping
@@ -258,6 +259,18 @@ class CheckpointReader:
             raise CheckpointError(f"{self.path} holds no {name}")
         self._check_content(name)
         return (self.path / name).read_bytes()
+
+    def unpickle(self, name: str) -> Any:
+        """The object in a further file, which this trainer has pickled: only open checkpoints that you trust.
+
+        Raises:
+            CheckpointError: there is no such file, it is corrupt, or another version wrote it.
+        """
+        content = self.attachment(name)
+        try:
+            return pickle.loads(content)
+        except (pickle.UnpicklingError, AttributeError, ImportError, TypeError) as error:
+            raise CheckpointError(f"{self.path / name} cannot be read by this version: {error}") from error
 
     def check_layout(self, layout: ParallelSizes) -> None:
         """Raise `CheckpointError`, naming both, if another layout wrote the checkpoint."""

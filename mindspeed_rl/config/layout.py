@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from fractions import Fraction
 
 from mindspeed_rl.config.schema import Config
 
@@ -159,9 +160,16 @@ def derive_layout(cfg: Config) -> Layout:
 
 
 def prompts_in_generation(cfg: Config) -> int:
-    """Prompts of an iteration, with partial rollout those included that it will not train on."""
+    """Prompts of an iteration, with partial rollout those included that it will not train on.
+
+    The threshold is taken as the decimal number that was written: 57 / 0.57 is 100, in floating point a little more.
+    """
     rl, batch = cfg.rl_config, cfg.actor.global_batch_size
-    return batch if rl.partial_rollout_max_split == 1 else math.ceil(batch / rl.partial_rollout_threshold)
+    return (
+        batch
+        if rl.partial_rollout_max_split == 1
+        else math.ceil(Fraction(batch) / Fraction(str(rl.partial_rollout_threshold)))
+    )
 
 
 def tokens_may_be_stale(cfg: Config) -> bool:

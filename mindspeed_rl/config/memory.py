@@ -64,7 +64,7 @@ def estimate_memory(cfg: Config, model: ModelConfig, layout: Layout) -> MemoryEs
         + (0 if generate.offload_reference else reference)
     )
     kv_per_token = kv_bytes_per_token(cfg, model)
-    running = min(generate.max_num_seqs, -(-layout.sequences_per_iteration // layout.rollout_replicas))
+    running = min(generate.max_num_seqs, -(-layout.rows_in_generation // layout.rollout_replicas))
     return MemoryEstimate(
         weights=weights,
         gradients=gradients,

@@ -92,6 +92,9 @@ def _batch_table(cfg: Config, layout: Layout) -> Table:
         else ("micro-batches of a mini-batch per rank", layout.micro_batches, "those / micro_batch_size, rounded up"),
         ("optimizer steps of the run", layout.total_optimizer_steps, "optimizer steps x train_iters"),
     ]
+    if layout.prompts_in_generation > layout.prompts_per_iteration:
+        rows.insert(2, ("prompts in generation", layout.prompts_in_generation, "prompts / partial_rollout_threshold"))
+        rows.insert(3, ("sequences in generation", layout.rows_in_generation, "those x n_samples_per_prompt"))
     for what, value, source in rows:
         table.add_row(what, f"{value:,}", source)
     return table

@@ -56,6 +56,15 @@ def importance_threshold_is_used(cfg: Config) -> Found:
         yield Violation("rl_config.rollout_is_threshold", rl.rollout_is_threshold, message, hint)
 
 
+@rule("rl_config.balance_batch", "rl_config.guarantee_order")
+def balance_needs_order(cfg: Config) -> Found:
+    """Without an order every rank takes what is ready, as much as its share is."""
+    rl = cfg.rl_config
+    if rl.balance_batch and not rl.guarantee_order and "balance_batch" in rl.model_fields_set:
+        message = "shares mini-batches out, which guarantee_order = False does not keep apart"
+        yield Violation("rl_config.balance_batch", True, message, "set guarantee_order: true, or remove it")
+
+
 # ---------------------------------------------------------------- partial rollout
 
 
@@ -90,7 +99,7 @@ def partial_rollout_has_a_surplus(cfg: Config) -> Found:
         message = (
             f"keeps no more than global_batch_size = {batch} prompts in generation: nothing could be carried over"
         )
-        hint = f"at most {batch / (batch + 1):.3f}, or partial_rollout_max_split: 1"
+        hint = "below 1, or partial_rollout_max_split: 1"
         yield Violation("rl_config.partial_rollout_threshold", rl.partial_rollout_threshold, message, hint)
 
 

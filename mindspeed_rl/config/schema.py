@@ -158,7 +158,7 @@ class RLConfig(Section):
         description="tokens whose policy loss is weighted by their probability in training over that in rollout: "
         "none; those that an older policy than the one being trained has sampled; all",
     )
-    rollout_is_threshold: Annotated[float, Field(gt=0)] = Field(2.0, description="largest importance weight")
+    rollout_is_threshold: Annotated[float, Field(gt=1)] = Field(2.0, description="largest importance weight")
     loss_agg_mode: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"] = (
         Field("token-mean", description="how token losses become one number; counts are of the global mini-batch")
     )

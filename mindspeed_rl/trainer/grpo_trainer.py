@@ -18,7 +18,7 @@ from mindspeed_rl.checkpoint.state import CheckpointReader
 from mindspeed_rl.config.schema import Config
 from mindspeed_rl.data.sampler import permutation
 from mindspeed_rl.metrics.loggers import MetricLogger
-from mindspeed_rl.trainer.inputs import Inputs
+from mindspeed_rl.trainer.inputs import Inputs, generation_keys
 from mindspeed_rl.trainer.report import StepReport
 from mindspeed_rl.trainer.trace import Trace
 from mindspeed_rl.transfer_dock.spec import Selection, TransferDock
@@ -168,10 +168,10 @@ class GRPOTrainer:
 
     def _load_state(self, state: dict[str, Any]) -> None:
         self.kl_controller.load_state_dict(state["kl_controller"])
-        self._carried = state["carried"]
+        self._carried = state.get("carried", 0)
         if self._carried:
             assert self.inputs.source.state is not None, "the driver's state comes with that of the ranks"
-            self.dock.restore(pickle.loads(CheckpointReader(self.inputs.source.state).attachment(DOCK)))
+            self.dock.restore(CheckpointReader(self.inputs.source.state).unpickle(DOCK))
 
     def state_dict(self) -> dict[str, Any]:
         """What the driver must remember to go on exactly: position in the data, KL coefficient.
@@ -186,7 +186,7 @@ class GRPOTrainer:
             "sampler": self._positions.get(self.iteration) or self.sampler.state_dict(),
             "kl_controller": self.kl_controller.state_dict(),
             "carried": self._carried,
-            "in_generation": self.layout.prompts_in_generation,
+            "generation_keys": generation_keys(self.config),
             "start_weights": self.inputs.source.weights,
             "saved": [part for part, is_saved in saved.items() if is_saved],
         }

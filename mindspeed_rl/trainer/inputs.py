@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from mindspeed_rl.checkpoint.hf import HFWeights, is_hf_folder
 from mindspeed_rl.checkpoint.state import CheckpointReader, CheckpointStore
 from mindspeed_rl.common.errors import CheckpointError, ConfigError, Violation
-from mindspeed_rl.config.files import HF_FOLDER, resolve_model
+from mindspeed_rl.config.files import HF_FOLDER, actor_path, resolve_model
 from mindspeed_rl.config.layout import Layout, derive_layout
 from mindspeed_rl.config.model import ModelConfig
 from mindspeed_rl.config.schema import Config
@@ -68,7 +68,7 @@ def prepare(config: Config) -> Inputs:
     sampler = PromptSampler(len(dataset), actor.global_batch_size, actor.seed, shuffle=not actor.no_shuffle)
     if state is not None:
         sampler.load_state_dict(state["sampler"])
-        _check_carried(state, config, layout)
+        _check_carried(state, config)
     store = None
     if actor.save:
         _check_writable("actor_config.save", actor.save)
@@ -77,14 +77,42 @@ def prepare(config: Config) -> Inputs:
     return Inputs(model, layout, source, state, tokenizer, dataset, sampler, store)
 
 
-def _check_carried(state: dict[str, Any], config: Config, layout: Layout) -> None:
-    """Unfinished responses of a partial rollout fit only into iterations of the size that left them."""
-    found, here = state["in_generation"], layout.prompts_in_generation
-    if state["carried"] and found != here:
-        message = f"gives {here} prompts in generation; the checkpoint was saved with {found}, and carries some over"
-        hint = "keep the partial_rollout_ keys and global_batch_size of the run that saved it"
-        split = config.rl_config.partial_rollout_max_split
-        raise ConfigError([Violation("rl_config.partial_rollout_max_split", split, message, hint)])
+def generation_keys(config: Config) -> dict[str, Any]:
+    """Keys that shape an iteration in the TransferDock, and the values that unfinished responses depend on."""
+    rl, generate = config.rl_config, config.generate_config
+    names = (
+        "partial_rollout_max_split",
+        "partial_rollout_threshold",
+        "require_max_age_all_finished",
+        "n_samples_per_prompt",
+        "mini_batch_size",
+        "shuffle_mini_batch",
+        "guarantee_order",
+        "balance_batch",
+        "epochs",
+    )
+    resource = rl.rollout_resource
+    return {
+        **{f"rl_config.{name}": getattr(rl, name) for name in names},
+        actor_path(config, "global_batch_size"): config.actor.global_batch_size,
+        "rl_config.init_kl_coef": rl.init_kl_coef > 0,
+        "rl_config.rollout_resource.num_npus": resource.num_npus if resource else None,
+        "generate_config.infer_tensor_parallel_size": generate.infer_tensor_parallel_size,
+    }
+
+
+def _check_carried(state: dict[str, Any], config: Config) -> None:
+    """Unfinished responses of a partial rollout fit only into iterations like the one that left them."""
+    if not state.get("carried"):
+        return
+    hint = "keep it for at least one iteration more: the checkpoint holds responses that are not finished"
+    violations = [
+        Violation(key, value, f"was {state['generation_keys'].get(key)!r} in the run that is resumed", hint)
+        for key, value in generation_keys(config).items()
+        if state["generation_keys"].get(key) != value
+    ]
+    if violations:
+        raise ConfigError(violations)
 
 
 def _check_writable(key: str, folder: str) -> None:

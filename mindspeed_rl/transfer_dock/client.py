@@ -131,7 +131,9 @@ class Client:
         while ray.is_initialized():
             try:
                 self.request("renew")
-            except (DockError, DockTimeout):
+            except DockTimeout:
+                continue  # slow, not dead: the next sign counts as much
+            except DockError:
                 return  # nobody to give signs to; whoever uses the dock gets the same error
             time.sleep(self._renew_seconds)
 

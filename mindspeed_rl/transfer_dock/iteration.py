@@ -151,6 +151,11 @@ class Iteration:
                 progress.closed = enough and (self.selection.is_over or held)
         return enough
 
+    def describe_selection(self) -> str:
+        """How far a selection is."""
+        assert self.selection is not None
+        return f"{int(self.selection.complete.sum())} groups are complete, {self.selection.spec.prompts} are needed"
+
     def _count_lacking(self) -> np.ndarray:
         absent = np.zeros(self.rows, np.int64)
         for column in self.generated:

@@ -58,14 +58,11 @@ class LocalTransferDock:
         payload = pack(self.spec, rows, columns)
         lengths = {name: payload.row_lengths(name) for name in self.spec.balancing if name in payload.slots}
         with self._changed:
-            self._table.check_put(iteration, rows, payload.slots)
+            self._alive()
+            self._table.check_put(iteration, rows, payload.slots, lease)
             if not self._changed.wait_for(lambda: self._must_not_wait(iteration), timeout):
                 raise DockTimeout(self._table.describe_put_wait(iteration, payload.nbytes, timeout))
-            if lease is not None:
-                self._table.check_ack(iteration, lease, rows)
-            self._table.put(iteration, rows, list(payload.slots), payload, payload.nbytes, lengths)
-            if lease is not None:
-                self._table.ack(iteration, lease, rows)
+            self._table.put(iteration, rows, list(payload.slots), payload, payload.nbytes, lengths, lease=lease)
             self._notify()
 
     def claim(
@@ -79,7 +76,7 @@ class LocalTransferDock:
         start = time.monotonic()
         with self._changed:
             try:
-                while (claim := self._table.claim(consumer, iteration, count, share)) is NOT_YET:
+                while (claim := self._claim(consumer, iteration, count, share)) is NOT_YET:
                     waited = time.monotonic() - start
                     if waited >= timeout:
                         raise DockTimeout(self._table.describe_wait(consumer, iteration, count, share, waited))
@@ -94,9 +91,13 @@ class LocalTransferDock:
 
     def try_claim(self, consumer: str, iteration: int, count: int, share: int = 0) -> Claim | NotYet | None:
         with self._changed:
-            claim = self._table.claim(consumer, iteration, count, share)
+            claim = self._claim(consumer, iteration, count, share)
             self._notify()
             return claim
+
+    def _claim(self, consumer: str, iteration: int, count: int, share: int) -> Claim | NotYet | None:
+        self._alive()
+        return self._table.claim(consumer, iteration, count, share, self._holder)
 
     def get(self, claim: Claim, columns: Sequence[str]) -> dict[str, Any]:
         with self._changed:
@@ -115,11 +116,13 @@ class LocalTransferDock:
             self._put(claim.iteration, as_rows(claim.rows if rows is None else rows), columns, claim.lease, timeout)
             return
         with self._changed:
+            self._alive()
             self._table.ack(claim.iteration, claim.lease, None if rows is None else as_rows(rows))
             self._notify()
 
     def release(self, claim: Claim) -> None:
         with self._changed:
+            self._alive()
             self._table.release(claim.iteration, claim.lease)
             self._notify()
 
@@ -145,6 +148,15 @@ class LocalTransferDock:
     def stats(self) -> dict[str, Any]:
         with self._changed:
             return self._table.stats()
+
+    @property
+    def _holder(self) -> str | None:
+        return "this process" if self.spec.renew_leases else None
+
+    def _alive(self) -> None:
+        """With leases that live as long as their process, they live as long as this dock."""
+        if self._holder is not None:
+            self._table.renew(self._holder)
 
     def _notify(self) -> None:
         self._table.take_woken()  # all waiting threads look for themselves

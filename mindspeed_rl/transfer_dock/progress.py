@@ -26,7 +26,7 @@ class Progress:
         keep_order: hand out in that order, not in order of readiness.
         selected: rows that will be handed out, if not all: `bind` says which, step by step. `order` is then of
             0 … selected − 1, the numbers in which they are bound.
-        lengths: function of row numbers, their lengths; for consumers with `balance`.
+        deal_out: shares out the rows of a block; for consumers with `balance`.
     """
 
     def __init__(
@@ -81,6 +81,11 @@ class Progress:
     def _dealing(self, deal_out: DealOut | None) -> DealOut | None:
         """Queues deal in units, `deal_out` in rows: the same but for the order."""
         return None if deal_out is None else lambda units: deal_out(self.rows_of(units))
+
+    @property
+    def unbound(self) -> int:
+        """Rows of which it is not known yet which they are."""
+        return len(self.missing) * self.unit_rows - self.bound
 
     @property
     def owner(self) -> np.ndarray:

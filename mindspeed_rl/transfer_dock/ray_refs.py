@@ -1,8 +1,8 @@
 """Addresses of Ray objects as plain bytes, for metadata that travels outside Ray (torch.distributed, pickle).
 
 An `ObjectRef` pickled by Ray outside a task argument pins its object for the rest of the process's life, and pickled
-by Python it forgets its owner. An address does neither: it keeps nothing alive. The dock's controller holds the
-references until the iteration is cleared. This is the only place that uses Ray's internal interface.
+by Python it forgets its owner. An address does neither: it keeps nothing alive. The process that put an object keeps
+it, until the dock's controller says that it is free. This is the only place that uses Ray's internal interface.
 """
 
 from __future__ import annotations

@@ -102,8 +102,7 @@ class PayloadReader:
         self.forget(lambda iteration: iteration < claim.oldest_iteration)
         wanted = {name: claim.locations[claim.columns.index(name)] for name in columns}
         ids = {int(key) for locations in wanted.values() for key in np.unique(locations >> 32)} - {_ABSENT}
-        with self._lock:
-            opened = self._opened(claim, sorted(ids))
+        opened = self._opened(claim, sorted(ids))
         return {name: self._read(name, opened, locations) for name, locations in wanted.items()}
 
     def forget(self, gone: Callable[[int], bool]) -> None:
@@ -112,16 +111,18 @@ class PayloadReader:
             self._open = OrderedDict((key, value) for key, value in self._open.items() if not gone(key[0]))
 
     def _opened(self, claim: Claim, ids: list[int]) -> dict[int, _Open]:
-        absent = [key for key in ids if (claim.iteration, key) not in self._open]
-        if absent:
-            for key, payload in zip(absent, self._resolve(claim, absent), strict=True):
-                self._open[claim.iteration, key] = _Open(payload, self._spec)
-        result = {}
-        for key in ids:
-            self._open.move_to_end((claim.iteration, key))
-            result[key] = self._open[claim.iteration, key]
-        while len(self._open) > self._capacity:
-            self._open.popitem(last=False)
+        with self._lock:
+            result = {key: self._open[claim.iteration, key] for key in ids if (claim.iteration, key) in self._open}
+        absent = [key for key in ids if key not in result]
+        if absent:  # without the lock: over a network it may take long
+            payloads = self._resolve(claim, absent)
+            result |= {key: _Open(payload, self._spec) for key, payload in zip(absent, payloads, strict=True)}
+        with self._lock:
+            for key in ids:
+                self._open[claim.iteration, key] = result[key]
+                self._open.move_to_end((claim.iteration, key))
+            while len(self._open) > self._capacity:
+                self._open.popitem(last=False)
         return result
 
     def _read(self, name: str, opened: Mapping[int, _Open], locations: np.ndarray) -> Any:

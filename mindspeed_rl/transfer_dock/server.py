@@ -54,6 +54,7 @@ class _Put:
     deadline: float
 
 
+_MOST_AT_ONCE = 1000  # requests that are received before the first of them is answered
 _WAITS = object()  # returned by a handler that will answer later
 
 
@@ -73,9 +74,10 @@ class DockServer:
     def run(self) -> None:
         """Serve requests."""
         while True:
-            if self._socket.poll(self._milliseconds_to_deadline()):
-                self._receive(*self._socket.recv_multipart())
+            for sender, method, arguments in self._receive():
+                self._handle(sender, method, arguments)
             self._table.expire()
+            self._retry_puts()
             self._wake()
             self._time_out()
 
@@ -86,9 +88,22 @@ class DockServer:
             deadlines.append(expiry)
         return max(0, int(1000 * (min(deadlines) - time.monotonic())) + 1) if deadlines else None
 
-    def _receive(self, identity: bytes, message: bytes) -> None:
-        number, holder, method, arguments = pickle.loads(message)
-        sender = Sender(identity, number, holder)
+    def _receive(self) -> list[tuple[Sender, str, tuple[Any, ...]]]:
+        """Requests that have come, possibly none.
+
+        All of them are signs of life, and seen as such before the first is answered: if this process was held up for
+        long, no lease ends whose holder's request was waiting.
+        """
+        received: list[tuple[Sender, str, tuple[Any, ...]]] = []
+        timeout = self._milliseconds_to_deadline()
+        while len(received) < _MOST_AT_ONCE and self._socket.poll(0 if received else timeout):
+            identity, message = self._socket.recv_multipart()
+            number, holder, method, arguments = pickle.loads(message)
+            self._table.renew(holder)
+            received.append((Sender(identity, number, holder), method, arguments))
+        return received
+
+    def _handle(self, sender: Sender, method: str, arguments: tuple[Any, ...]) -> None:
         try:
             answer = getattr(self, f"do_{method}")(sender, *arguments)
         except Exception as error:  # noqa: BLE001 - it is the caller's
@@ -120,18 +135,13 @@ class DockServer:
         timeout: float,
     ) -> Any:
         """Register a payload that the sender keeps, and with a lease acknowledge its rows; returns its number."""
-        if lease is not None:
-            self._table.check_ack(iteration, lease, rows)
-        self._table.check_put(iteration, rows, columns)
+        self._table.check_put(iteration, rows, columns, lease)
         if self._table.must_wait(iteration):
             arguments = (iteration, rows, columns, address, nbytes, lengths, lease, timeout)
             now = time.monotonic()
             self._puts.append(_Put(sender, arguments, now, now + timeout))
             return _WAITS
-        number = self._table.put(iteration, rows, columns, address, nbytes, lengths, sender.holder)
-        if lease is not None:
-            self._table.ack(iteration, lease, rows)
-        return number
+        return self._table.put(iteration, rows, columns, address, nbytes, lengths, sender.holder, lease)
 
     def do_claim(
         self,
@@ -179,6 +189,9 @@ class DockServer:
     def do_clear(self, sender: Sender, iteration: int) -> None:
         """See `TransferDock.clear`."""
         self._table.clear(iteration)
+
+    def _retry_puts(self) -> None:
+        """Memory may have been freed, or the iteration of a waiting put cleared."""
         blocked, self._puts = self._puts, []
         for put in blocked:
             try:

@@ -1,6 +1,6 @@
 """The dock's state machine: metadata only, synchronous, without Ray, asyncio, torch or any clock of its own.
 
-Adapters (`local`, `controller`) call it from one thread at a time and learn from `take_woken` whose waits may be
+Adapters (`local`, `server`) call it from one thread at a time and learn from `take_woken` whose waits may be
 over. Every method checks everything before it changes anything.
 """
 
@@ -101,6 +101,7 @@ class DockTable:
         state = self._iteration(iteration)
         del self._iterations[iteration]
         self._cleared.add(iteration)
+        self._forget_silent_holders()
         self._leases = {key: lease for key, lease in self._leases.items() if lease.iteration != iteration}
         for payload in state.payloads:
             if not any(payload in other.payloads for other in self._iterations.values()):
@@ -134,9 +135,11 @@ class DockTable:
 
     # --- rows in
 
-    def check_put(self, iteration: int, rows: np.ndarray, columns: Iterable[str]) -> None:
+    def check_put(self, iteration: int, rows: np.ndarray, columns: Iterable[str], lease: int | None = None) -> None:
         """Raise `DockError` if a put of these rows (from `as_rows`) and columns would be refused."""
         self._iteration(iteration).check_put(iteration, rows, columns)
+        if lease is not None:
+            self._units_held(iteration, lease, rows)
 
     def must_wait(self, iteration: int) -> bool:
         """Back-pressure: a put for this iteration has to wait until memory is freed (see `DockSpec.max_bytes`)."""
@@ -152,19 +155,23 @@ class DockTable:
         nbytes: int,
         lengths: Mapping[str, np.ndarray] | None = None,
         holder: str | None = None,
+        lease: int | None = None,
     ) -> int:
         """Register a payload that holds `columns` of `rows`, in that order of rows; `payload` is its address.
 
         lengths: of the rows, for columns that a consumer is balanced by.
-        holder: process that keeps the payload. Returns the payload's number.
+        holder: process that keeps the payload.
+        lease: that is acknowledged for these rows by this put. Returns the payload's number.
         """
-        self.check_put(iteration, rows, columns)
+        self.check_put(iteration, rows, columns, lease)
         number, self._next_payload = self._next_payload, self._next_payload + 1
         self._payloads[number] = _Payload(payload, nbytes, holder)
         self.live_bytes += nbytes
         self.bytes_put += nbytes
         for name in self._iteration(iteration).place(rows, columns, number, lengths or {}):
             self._woken[iteration, name] = None
+        if lease is not None:
+            self._acknowledge(iteration, lease, rows)
         return number
 
     # --- rows out
@@ -227,8 +234,11 @@ class DockTable:
         return limit is not None and iteration - self.version > limit
 
     def ack(self, iteration: int, lease: int, rows: np.ndarray | None = None) -> None:
-        """See `TransferDock.ack`; what it puts is put before, by `put`, after `check_ack`."""
-        held, units = self.check_ack(iteration, lease, rows)
+        """See `TransferDock.ack`; with results it is `put` that acknowledges."""
+        self._acknowledge(iteration, lease, rows)
+
+    def _acknowledge(self, iteration: int, lease: int, rows: np.ndarray | None) -> None:
+        held, units = self._units_held(iteration, lease, rows)
         if len(units) == len(held.units):
             del self._leases[lease]
         else:
@@ -237,7 +247,7 @@ class DockTable:
         self._iterations[iteration].progress[held.consumer].acknowledged(held.share, units)
         self._woken[iteration, held.consumer] = None
 
-    def check_ack(self, iteration: int, lease: int, rows: np.ndarray | None) -> tuple[Lease, Sequence[int]]:
+    def _units_held(self, iteration: int, lease: int, rows: np.ndarray | None) -> tuple[Lease, Sequence[int]]:
         """The lease and the units of it that these rows (None: all) are; `DockError` unless it is held."""
         held = self._held(iteration, lease)
         if rows is None:
@@ -257,7 +267,10 @@ class DockTable:
         del self._leases[lease]
 
     def lose(self, payloads: Sequence[int]) -> dict[int, dict[str, list[int]]]:
-        """Payloads are gone with the process that held them: see `TransferDock.report_lost`."""
+        """Payloads are gone with the process that held them.
+
+        Returns what is handed out again: {iteration: {consumer: rows}}. See `Iteration.lose`.
+        """
         known = [number for number in payloads if number in self._payloads]
         redone: dict[int, dict[str, list[int]]] = {}
         for number, state in self._iterations.items():
@@ -277,6 +290,13 @@ class DockTable:
     def renew(self, holder: str) -> None:
         """A process that holds leases lives."""
         self._seen[holder] = self._clock()
+
+    def _forget_silent_holders(self) -> None:
+        """Nobody will ask for what was freed of processes that are gone."""
+        now, patience = self._clock(), 10 * self.spec.lease_seconds
+        for holder in [holder for holder, seen in self._seen.items() if now - seen > patience]:
+            del self._seen[holder]
+            self._freed.pop(holder, None)
 
     def expire(self) -> None:
         """Take back rows whose lease has run out. All operations that look at leases do so first."""
@@ -316,9 +336,13 @@ class DockTable:
         ]
         lacking = [(row, names) for row, names in lacking if names]
         reasons = [f"policy version is {self.version}"] if self._too_early(consumer, iteration) else []
+        if progress.unbound:
+            reasons.append(f"{progress.unbound} rows are not selected yet: {state.describe_selection()}")
         reasons += [f"row {row} lacks {', '.join(names)}" for row, names in lacking[:_SHOWN]]
         if len(lacking) > _SHOWN:
             reasons.append(f"and {len(lacking) - _SHOWN} more rows")
+        if not lacking and not reasons and progress.queue.remaining(share):
+            reasons.append(f"{progress.queue.remaining(share)} rows of the share are left")
         out = [row for lease in self._leases.values() for row in self._rows_out(lease, consumer, iteration, share)]
         if out:
             shown = ", ".join(map(str, out[:_SHOWN])) + (", …" if len(out) > _SHOWN else "")
@@ -411,7 +435,9 @@ class DockTable:
         return self._leases[lease]
 
     def _give_back(self, lease: Lease) -> None:
-        self._iterations[lease.iteration].progress[lease.consumer].queue.give_back(lease.share, lease.units)
+        state = self._iterations[lease.iteration]
+        state.progress[lease.consumer].queue.give_back(lease.share, lease.units)
+        state.close_if_enough()  # what came back may have to be ended by somebody else
         self._woken[lease.iteration, lease.consumer] = None
 
     def _unit_rows(self, lease: Lease) -> int:

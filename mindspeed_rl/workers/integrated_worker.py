@@ -31,9 +31,12 @@ class IntegratedWorker(TrainingWorker):
         self.rollout.engine.sleep()
         self.training = Training(self.context, self.model, source)
 
-    def enter_rollout(self, iteration: int) -> WorkerReport:
-        """Reshard the actor's weights into the rollout engine and make room for its KV cache."""
-        timings = Timings(iteration)
+    def enter_rollout(self, version: int) -> WorkerReport:
+        """Reshard the actor's weights into the rollout engine and make room for its KV cache.
+
+        version: iterations that they were trained on; rollout is of the next one.
+        """
+        timings = Timings(version)
         self.context.device.reset_peak_memory()  # a step starts here
         with timings("offload"):  # first: both engines' weights are there at once for a while
             self.training.offload("grad", "optimizer")
@@ -41,7 +44,7 @@ class IntegratedWorker(TrainingWorker):
             weights = self.training.export_weights()
             self.rollout.engine.wake_up("weights")
             self.rollout.engine.update_weights(weights)
-            self.rollout.version = iteration
+            self.rollout.version = version
         with timings("offload"):
             self.training.offload("param")
             self.rollout.engine.wake_up("kv_cache")

@@ -52,7 +52,8 @@ class RewardWorker:
         self.config, self.layout, self.tokenizer, self.dock = config, layout, tokenizer, dock
         self.manager = RewardManager(config.rl_config)
         self.scoring = threading.Lock()  # of one iteration at a time
-        self.timeout = 60 * config.rl_config.stage_timeout_minutes
+        # rollout works iterations off in turn, and their rewards wait side by side
+        self.timeout = 60 * config.rl_config.stage_timeout_minutes * (1 + config.rl_config.staleness)
 
     def _claim(self, consumer: str, timings: Timings) -> Claim | None:
         rows, group = self.layout.sequences_per_iteration, self.config.rl_config.n_samples_per_prompt

@@ -101,8 +101,8 @@ def dock_spec(config: Config, layout: Layout) -> DockSpec:
         ),
         "reward": ConsumerSpec(needs=("sample", "responses", *text), puts=("rewards",)),
         **{
-            stage: ConsumerSpec(needs=sequences, shares=layout.dp, puts=(scoring.column,))
-            for stage, scoring in SCORING.items()
+            stage: ConsumerSpec(needs=sequences, shares=layout.dp, puts=(SCORING[stage].column,))
+            for stage in scoring_stages(config)
         },
         "advantage": ConsumerSpec(needs=("rewards", "responses"), grouped=True, puts=("advantages", "loss_mask")),
         "update": ConsumerSpec(

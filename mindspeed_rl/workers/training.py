@@ -192,14 +192,16 @@ class Training:
                 kl_coef=kl_coef,
                 importance=importance,
             )
+            mask = columns["loss_mask"]
             if importance is not None:
-                metrics.merge(weight_metrics(importance, self.rl.rollout_is_threshold, columns["loss_mask"]))
+                metrics.merge(weight_metrics(importance, self.rl.rollout_is_threshold, mask))
             if "policy_versions" in columns:
                 age = iteration - columns["policy_versions"]
                 metrics.mean("staleness/mean", age, unit="iterations")
                 metrics.max("staleness/max", age, unit="iterations")
+                mask = mask * (age == 0)  # of one policy the engines agree, older tokens are of another
             if "rollout_log_probs" in columns:
-                metrics.merge(mismatch_metrics(old, columns["rollout_log_probs"], columns["loss_mask"]))
+                metrics.merge(mismatch_metrics(old, columns["rollout_log_probs"], mask))
             return value, metrics
 
         metrics = self.engine.train_mini_batch(batch, loss, passes, self.sampling.temperature, entropy=True)

@@ -84,6 +84,10 @@ EXAMPLES = {
         ["rl_config.rollout_is_threshold=3"],
         "rl_config.rollout_is_threshold", 3.0, "staleness = 0", "rollout_is: token",
     ),
+    "balance_needs_order": (
+        ["rl_config.balance_batch=true", "rl_config.guarantee_order=false"],
+        "rl_config.balance_batch", True, "guarantee_order = False", "guarantee_order: true",
+    ),
     "partial_rollout_keys_are_used": (
         ["rl_config.partial_rollout_threshold=0.7"],
         "rl_config.partial_rollout_threshold", 0.7, "partial_rollout_max_split = 1", "above 1, or remove",
@@ -94,7 +98,7 @@ EXAMPLES = {
     ),
     "partial_rollout_has_a_surplus": (
         ["rl_config.partial_rollout_max_split=2", "rl_config.partial_rollout_threshold=1"],
-        "rl_config.partial_rollout_threshold", 1.0, "prompts in generation", "at most 0.9",
+        "rl_config.partial_rollout_threshold", 1.0, "prompts in generation", "below 1",
     ),
     "partial_rollout_keeps_tokens": (
         ["rl_config.partial_rollout_max_split=2", "generate_config.sampling_config.detokenize=true"],
@@ -303,7 +307,7 @@ def test_rules_read_the_keys_they_declare():
         [*DYNAMIC, "rl_config.max_packing_token_size=4096"],
         SEPARATE,
         [*SEPARATE, "rl_config.blocking=false", "rl_config.staleness=2", "rl_config.rollout_is_threshold=1.5"],
-        ["rl_config.rollout_is=token", "rl_config.rollout_is_threshold=0.5"],
+        ["rl_config.rollout_is=token", "rl_config.rollout_is_threshold=1.1"],
         ["rl_config.partial_rollout_max_split=3", "rl_config.require_max_age_all_finished=false"],
         ["rl_config.partial_rollout_max_split=3", "rl_config.rollout_is_threshold=1.5"],
         ["generate_config.sampling_config.logprobs=false"],  # no token is of an older policy
@@ -356,7 +360,7 @@ def test_correction_of_stale_tokens_needs_their_log_probs():
 
 
 @pytest.mark.parametrize(
-    "key", ["rl_config.staleness=-1", "rl_config.rollout_is_threshold=0", "rl_config.rollout_is=all"]
+    "key", ["rl_config.staleness=-1", "rl_config.rollout_is_threshold=1", "rl_config.rollout_is=all"]
 )
 def test_values_that_mean_nothing_for_stale_tokens(key):
     assert [violation.path for violation in violations_of(key)] == [key.partition("=")[0]]

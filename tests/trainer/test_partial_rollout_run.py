@@ -8,7 +8,8 @@ from cli.train_grpo import main
 from tests.support.runs import command, run, training
 
 LONG = (
-    "rl_config.actor_resource.num_npus=1",
+    "generate_config.infer_tensor_parallel_size=2",
+    "rl_config.shuffle_mini_batch=true",
     "rl_config.partial_rollout_max_split=3",
     "rl_config.partial_rollout_threshold=0.6",
     "generate_config.max_model_len=32",
@@ -27,9 +28,10 @@ def whole(inputs: Path, tmp_path_factory: pytest.TempPathFactory):
 
 def test_tokens_of_older_policies_are_trained_on_with_the_log_probs_they_were_drawn_with(whole):
     first, *later = whole[1]
-    assert first["rollout/logprob_diff_max"] < 1e-5, "nothing is older than the policy in the first iteration"
-    assert any(step["rollout/logprob_diff_max"] > 1e-3 for step in later)
+    assert all(step["rollout/logprob_diff_max"] < 1e-5 for step in whole[1]), "tokens of the policy being trained"
     assert first["staleness/max"] == 0
+    assert first["rollout/is_weight"] == 1
+    assert any(abs(step["rollout/is_weight"] - 1) > 1e-3 for step in later), "older tokens are weighted"
     assert max(step["staleness/max"] for step in later) in (1, 2), "three iterations at most"
 
 
@@ -42,8 +44,13 @@ def test_a_resumed_run_goes_on_with_unfinished_responses(inputs: Path, tmp_path:
 
 def test_unfinished_responses_need_iterations_of_their_size(inputs: Path, tmp_path: Path, whole, capsys):
     checkpoint = whole[0] / "checkpoints" / "iter_0000002"
-    settings = [*LONG, f"actor_config.load={checkpoint}", "rl_config.partial_rollout_threshold=0.8"]
+    settings = [
+        *LONG,
+        f"actor_config.load={checkpoint}",
+        "rl_config.partial_rollout_threshold=0.8",
+        "rl_config.mini_batch_size=8",
+    ]
     assert main(command(inputs, tmp_path, *settings)[2:]) == 2
     message = capsys.readouterr().err
-    assert "rl_config.partial_rollout_max_split" in message
-    assert "10 prompts in generation; the checkpoint was saved with 14" in message
+    assert "rl_config.partial_rollout_threshold = 0.8: was 0.6 in the run that is resumed" in message
+    assert "rl_config.mini_batch_size = 8: was 4" in message

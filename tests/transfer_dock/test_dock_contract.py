@@ -398,3 +398,13 @@ def test_packed_values_are_taken_as_they_lie(make_dock):
     assert [values.tolist() for values in got["response"]] == [[0, 1, 2], [], [3, 4], [5, 6]]
     with pytest.raises(DockError, match=r"column 'log_probs': expected float32 values, got torch\.int64"):
         dock.put(0, range(4), {"log_probs": Jagged(flat, [3, 0, 2, 2])})
+
+
+def test_a_lease_lives_as_long_as_its_process(make_dock):
+    dock = make_dock(renew_leases=True, lease_seconds=0.6)
+    dock.begin(0, 1, 1, 1)
+    dock.put(0, [0], {"reward": [1.0]})
+    claim = dock.claim("advantage", 0, 1)
+    time.sleep(1.5)
+    assert dock.try_claim("advantage", 0, 1) is NOT_YET
+    dock.ack(claim)

@@ -145,12 +145,8 @@ class PipelineMachine(RuleBasedStateMachine):
     def place(self, values, lease):
         """As an adapter does it: registered, and with a lease acknowledged, in one step."""
         rows = as_rows([value.row for value in values])
-        if lease is not None:
-            self.table.check_ack(0, lease, rows)
-        number = self.table.put(0, rows, [values[0].column], values, 8)
+        number = self.table.put(0, rows, [values[0].column], values, 8, lease=lease)
         self.payloads[number] = values
-        if lease is not None:
-            self.table.ack(0, lease, rows)
         self.world.values |= {value.key: value for value in values}
         for reference in self.world.references.values():
             if values[0].column in reference.needs:
@@ -230,7 +226,7 @@ class PipelineMachine(RuleBasedStateMachine):
 
     def is_refused(self, claim, rows):
         with pytest.raises(DockError, match="not held"):
-            self.table.check_ack(0, claim.lease, as_rows(rows))
+            self.table.ack(0, claim.lease, as_rows(rows))
 
     @rule(data=st.data())
     def release(self, data):

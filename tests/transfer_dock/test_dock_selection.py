@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mindspeed_rl.common.errors import DockError
+from mindspeed_rl.common.errors import DockError, DockTimeout
 from mindspeed_rl.transfer_dock.selection import SelectionState
 from mindspeed_rl.transfer_dock.spec import NOT_YET, ColumnSpec, ConsumerSpec, DockSpec, Selection
 from mindspeed_rl.transfer_dock.table import DockTable, as_rows
@@ -386,3 +386,25 @@ def test_too_few_prompts_for_what_is_carried_over_are_refused(make_dock):
     dock.ack(dock.claim("rollout", 0, 1), {"response": tokens(0)})
     with pytest.raises(DockError, match="num_prompts = 2: 3 groups are carried over"):
         dock.begin(1, 2, 1, 1, selection=Selection(1, 9), carry_from=0)
+
+
+def test_rows_that_come_back_are_handed_out_although_enough_is_complete(make_dock):
+    """Groups in their last iteration have to be ended by whoever generates them: here by the next one to claim."""
+    dock = make_dock(guarantee_order=False)
+    dock.begin(0, 2, 1, 1, selection=Selection(2, 1, finish_oldest=False))
+    dock.put(0, [0, 1], {"prompt": tokens(10, 11)})
+    first, second = dock.claim("rollout", 0, 1), dock.claim("rollout", 0, 1)
+    assert dock.try_claim("rollout", 0, 1) is None, "all that is left is to be ended where it is"
+    dock.release(first)
+    again = dock.claim("rollout", 0, 1)
+    assert again.rows == first.rows
+    dock.ack(again, {"response": tokens(5)})
+    dock.ack(second, {"response": tokens(6)})
+    assert dock.claim("train", 0, 2).rows == (0, 1)
+
+
+def test_a_wait_for_rows_that_are_not_selected_says_so(make_dock):
+    dock = make_dock()
+    dock.begin(0, 2, 1, 1, selection=Selection(1, 2))
+    with pytest.raises(DockTimeout, match="1 rows are not selected yet: 0 groups are complete, 1 are needed"):
+        dock.claim("train", 0, 1, timeout=0.1)

@@ -44,6 +44,20 @@ def test_every_response_is_whole_and_every_token_generated_once(lengths, split, 
     assert engine.steps < whole.steps, "the long tail costs less"
 
 
+@pytest.mark.parametrize("keep_order", ["true", "false"])
+def test_rollout_replicas_stop_together(lengths, keep_order):
+    """Each generates its share; what one completes may be what the other was waiting to be stopped for."""
+    _, trained = simulate(
+        lengths,
+        ITERATIONS,
+        BATCH,
+        *partial(3, "rl_config.partial_rollout_threshold=0.6", f"rl_config.guarantee_order={keep_order}"),
+        replicas=2,
+    )
+    seen = [prompt for iteration in trained for prompt in iteration]
+    assert len(seen) == len(set(seen)) == BATCH * ITERATIONS
+
+
 def test_with_the_guarantee_of_order_a_selection_ascends_and_the_oldest_come_first(lengths):
     _, trained = simulate(lengths, ITERATIONS, BATCH, *partial(3, "rl_config.partial_rollout_threshold=0.6"))
     carried = set(range(7)) - set(trained[0])
