@@ -194,7 +194,10 @@ def test_a_producer_frees_what_it_kept_when_an_iteration_is_cleared():
     assert ray.get(producer.kept_payloads.remote()) == 1
     dock.clear(0)
     ray.get(producer.look.remote())
-    assert ray.get(producer.kept_payloads.remote()) == 0
+    deadline = time.monotonic() + 20
+    while ray.get(producer.kept_payloads.remote()):  # a sign of life may have got the answer, in another thread
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 def claim_twice(dock):
