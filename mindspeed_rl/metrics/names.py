@@ -54,8 +54,8 @@ METRICS: dict[str, MetricInfo] = {
     "update/imbalance": MetricInfo(
         "mean", "", "largest data-parallel rank's cost of a mini-batch over the ranks' mean, over updates"
     ),
-    "rollout/logprob_diff_mean": MetricInfo("mean", "nat", "|training − rollout log-prob|, over tokens"),
-    "rollout/logprob_diff_max": MetricInfo("max", "nat", "|training − rollout log-prob|, over tokens"),
+    "rollout/logprob_diff_mean": MetricInfo("mean", "nat", "|training − rollout log-prob|, stale tokens too"),
+    "rollout/logprob_diff_max": MetricInfo("max", "nat", "|training − rollout log-prob|, stale tokens too"),
     "rollout/k3": MetricInfo("mean", "nat", "estimate of KL(rollout ‖ training), over tokens"),
     "rollout/ppl_ratio": MetricInfo("exp_mean", "", "perplexity of responses under training / under rollout"),
     "rollout/ess": MetricInfo("ess", "", "effective share of tokens under training-to-rollout weights"),

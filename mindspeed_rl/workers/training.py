@@ -199,7 +199,6 @@ class Training:
                 age = iteration - columns["policy_versions"]
                 metrics.mean("staleness/mean", age, unit="iterations")
                 metrics.max("staleness/max", age, unit="iterations")
-                mask = mask * (age == 0)  # of one policy the engines agree, older tokens are of another
             if "rollout_log_probs" in columns:
                 metrics.merge(mismatch_metrics(old, columns["rollout_log_probs"], mask))
             return value, metrics
