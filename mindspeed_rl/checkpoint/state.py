@@ -105,13 +105,13 @@ class CheckpointStore:
         write_json(path.with_suffix(".json"), hashing.record())
 
     def commit(
-        self, iteration: int, trainer_state: Mapping[str, Any], attachments: Mapping[str, bytes] | None = None
+        self, iteration: int, trainer_state: Mapping[str, Any], attachments: Mapping[str, Any] | None = None
     ) -> Path:
         """Driver: make the checkpoint visible once all ranks have written.
 
         Args:
             trainer_state: JSON values (string keys). Model, layout and versions are added to it.
-            attachments: further files by name.
+            attachments: further objects, each pickled to a file of its name.
 
         Returns:
             The checkpoint's folder.
@@ -134,7 +134,7 @@ class CheckpointStore:
         files = {file: read_json((pending / file).with_suffix(".json")) for file in ranks}
         attached = [pending / name for name in attachments or {}]
         for path, content in zip(attached, (attachments or {}).values(), strict=True):
-            write_file(path, content)
+            write_file(path, pickle.dumps(content))
         for path in [pending / TRAINER, *attached, *sorted((pending / HF_FOLDER).glob("*"))]:
             files[str(path.relative_to(pending))] = _file_record(path)
         for file in ranks:
@@ -249,26 +249,17 @@ class CheckpointReader:
         self._check_content(name)
         return torch.load(self.path / name, map_location="cpu", weights_only=True, mmap=mmap)
 
-    def attachment(self, name: str) -> bytes:
-        """Content of a further file, checked.
-
-        Raises:
-            CheckpointError: there is none of this name, or it is corrupt.
-        """
-        if name not in self._files:
-            raise CheckpointError(f"{self.path} holds no {name}")
-        self._check_content(name)
-        return (self.path / name).read_bytes()
-
-    def unpickle(self, name: str) -> Any:
+    def attachment(self, name: str) -> Any:
         """The object in a further file, which this trainer has pickled: only open checkpoints that you trust.
 
         Raises:
             CheckpointError: there is no such file, it is corrupt, or another version wrote it.
         """
-        content = self.attachment(name)
+        if name not in self._files:
+            raise CheckpointError(f"{self.path} holds no {name}")
+        self._check_content(name)
         try:
-            return pickle.loads(content)
+            return pickle.loads((self.path / name).read_bytes())
         except (pickle.UnpicklingError, AttributeError, ImportError, TypeError) as error:
             raise CheckpointError(f"{self.path / name} cannot be read by this version: {error}") from error
 

@@ -7,7 +7,6 @@ own, works them off in order and begins each with the newest weights there are.
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Sequence
 from typing import Any
 
@@ -163,7 +162,7 @@ class GRPOTrainer:
             with report.timings("save"):
                 self.store.begin(self.iteration)
                 self.watch.wait(self.fleet.save(str(self.store.root), self.iteration))
-                carried = {DOCK: pickle.dumps(self.dock.snapshot())} if self._carried else None
+                carried = {DOCK: self.dock.snapshot()} if self._carried else None
                 self.store.commit(self.iteration, self.state_dict(), carried)
 
     def _load_state(self, state: dict[str, Any]) -> None:
@@ -171,7 +170,7 @@ class GRPOTrainer:
         self._carried = state.get("carried", 0)
         if self._carried:
             assert self.inputs.source.state is not None, "the driver's state comes with that of the ranks"
-            self.dock.restore(CheckpointReader(self.inputs.source.state).unpickle(DOCK))
+            self.dock.restore(CheckpointReader(self.inputs.source.state).attachment(DOCK))
 
     def state_dict(self) -> dict[str, Any]:
         """What the driver must remember to go on exactly: position in the data, KL coefficient.

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from mindspeed_rl.common.errors import DockError
-from mindspeed_rl.transfer_dock.progress import Progress
+from mindspeed_rl.transfer_dock.progress import Progress, members
 from mindspeed_rl.transfer_dock.selection import SelectionState
 from mindspeed_rl.transfer_dock.spec import DockSpec, Selection
 
@@ -132,7 +132,7 @@ class Iteration:
         complete = prompts[(self._lacking[prompts] == 0) & ~self.selection.complete[prompts]]
         selected = self.selection.completed(complete.tolist())
         if selected:
-            rows = (np.array(selected)[:, None] * self.begin.n_samples + np.arange(self.begin.n_samples)).ravel()
+            rows = members(selected, self.begin.n_samples)
             for progress in self.progress.values():
                 if not progress.spec.all_prompts:
                     present = np.stack([self.locations[column][rows] > 0 for column in progress.spec.needs])
@@ -173,8 +173,7 @@ class Iteration:
         prompts = former.selection.left()
         if len(prompts) > self.begin.num_prompts:
             raise DockError(f"num_prompts = {self.begin.num_prompts}: {len(prompts)} groups are carried over")
-        group = np.arange(self.begin.n_samples)
-        rows = (np.array(prompts, np.int64)[:, None] * self.begin.n_samples + group).ravel()
+        rows = members(prompts, self.begin.n_samples)
         for name, values in former.locations.items():
             self.locations[name][: len(rows)] = values[rows]
         for name, numbers in former.lengths.items():

@@ -56,7 +56,7 @@ class LocalTransferDock:
         timeout: float,
     ) -> None:
         payload = pack(self.spec, rows, columns)
-        lengths = {name: payload.row_lengths(name) for name in self.spec.balancing if name in payload.slots}
+        lengths = payload.lengths_for(self.spec)
         with self._changed:
             self._alive()
             self._table.check_put(iteration, rows, payload.slots, lease)

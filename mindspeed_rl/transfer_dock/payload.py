@@ -71,6 +71,10 @@ class Payload:
         pieces = self.pieces(name)
         return self.lengths(name) if pieces is None else self.lengths(name)[pieces]
 
+    def lengths_for(self, spec: DockSpec) -> dict[str, np.ndarray]:
+        """Row lengths of the columns that consumers are balanced by, as far as they are in here."""
+        return {name: self.row_lengths(name) for name in spec.balancing if name in self.slots}
+
     def _array(self, span: Span, dtype: str) -> np.ndarray:
         return self.buffer[span[0] : span[1]].view(dtype)
 

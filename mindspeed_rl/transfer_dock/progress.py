@@ -103,9 +103,7 @@ class Progress:
 
     def rows_of(self, units: Sequence[int] | np.ndarray) -> np.ndarray:
         """All rows of the units, in the consumer's order, as far as they are bound."""
-        positions = np.asarray(units, np.int64)
-        if self.unit_rows > 1:
-            positions = (positions[:, None] * self.unit_rows + np.arange(self.unit_rows)).ravel()
+        positions = members(units, self.unit_rows)
         if self.order is None:
             return positions
         rows = self.order[positions]
@@ -163,7 +161,7 @@ class Progress:
         dealt = self.queue.dealt if isinstance(self.queue, OrderedQueue) else None
         balanced = None if dealt is None else (self.queue.owner.copy(), dealt.copy())  # type: ignore[attr-defined]
         binding = None if self._arguments[5] is None else self._bound_rows()
-        return {"acked_by": self.acked_by.copy(), "balanced": balanced, "bound": binding, "closed": self.closed}
+        return {"acked_by": self.acked_by.copy(), "balanced": balanced, "bound": binding}
 
     def _bound_rows(self) -> np.ndarray:
         assert self.order is not None
@@ -191,7 +189,6 @@ class Progress:
             acked = np.flatnonzero(state["acked_by"] == share + 1)
             fresh.acknowledged(share, acked)
             fresh.queue.skip(share, np.union1d(acked, np.array(out.get(share, []), np.int64)))
-        fresh.closed = state["closed"]
         return fresh
 
     def _restore_balance(self, owner: np.ndarray, dealt: np.ndarray, taken: np.ndarray) -> None:
@@ -217,6 +214,12 @@ class Progress:
         ready = np.flatnonzero(self.missing == 0)
         if ready.size:
             self.queue.became_ready(ready[np.argsort(became_ready[ready], kind="stable")])
+
+
+def members(groups: Sequence[int] | np.ndarray, size: int) -> np.ndarray:
+    """Numbers of all members of groups of `size` neighbours, group by group, int64."""
+    numbers = np.asarray(groups, np.int64)
+    return numbers if size == 1 else (numbers[:, None] * size + np.arange(size)).ravel()
 
 
 def _permutation(name: str, order: Sequence[int], rows: int, unit_rows: int) -> np.ndarray:

@@ -93,7 +93,7 @@ class RayTransferDock:
     ) -> None:
         payload = pack(self.spec, rows, columns, self._scratch)
         ref = ray.put(payload)
-        lengths = {name: payload.row_lengths(name) for name in self.spec.balancing if name in payload.slots}
+        lengths = payload.lengths_for(self.spec)
         arguments = (iteration, rows, list(payload.slots), to_address(ref), payload.nbytes, lengths, lease, timeout)
         self._client.keep(self._client.request("put", *arguments, seconds=timeout), ref)
         self._client.live()

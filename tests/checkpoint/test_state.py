@@ -213,3 +213,19 @@ def test_values_that_could_not_be_read_back_are_refused(tmp_path, value):
     store.begin(1)
     with pytest.raises(CheckpointError, match=rf"state\['rng'\]\[0\] is a {type(value).__qualname__}"):
         store.write_rank(1, 0, {"rng": [value]})
+
+
+def test_further_objects_travel_with_a_checkpoint(tmp_path):
+    store = store_at(tmp_path / "run")
+    store.begin(1)
+    for rank in range(2):
+        store.write_rank(1, rank, rank_state(1, rank))
+    path = store.commit(1, {}, {"dock.pkl": {"rows": numpy.arange(3)}})
+    reader = CheckpointReader(path)
+    assert reader.attachment("dock.pkl")["rows"].tolist() == [0, 1, 2]
+    with pytest.raises(CheckpointError, match=r"holds no other\.pkl"):
+        reader.attachment("other.pkl")
+    content = (path / "dock.pkl").read_bytes()
+    (path / "dock.pkl").write_bytes(content[:-2] + b"xx")
+    with pytest.raises(CheckpointError, match=r"dock\.pkl"):
+        CheckpointReader(path).attachment("dock.pkl")
