@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from mindspeed_rl.common.errors import DockError
-from mindspeed_rl.transfer_dock.progress import Progress, members
+from mindspeed_rl.transfer_dock.arrays import Shared, as_index, members
+from mindspeed_rl.transfer_dock.progress import Progress
 from mindspeed_rl.transfer_dock.selection import SelectionState
 from mindspeed_rl.transfer_dock.spec import DockSpec, Selection
 
@@ -21,7 +22,7 @@ class Lease:
     iteration: int
     consumer: str
     share: int
-    units: list[int]
+    units: np.ndarray
     holder: str | None  # process that holds them, if it gives signs of life
     since: float
 
@@ -49,7 +50,7 @@ class Iteration:
             raise DockError(f"orders for unknown consumers {unknown}; there are {list(spec.consumers)}")
         self.spec, self.begin = spec, begin
         self.rows = begin.num_prompts * begin.n_samples
-        # payload id << 32 | index in the payload; 0: absent (payload ids start at 1)
+        # payload id << 32 | index in the payload; 0: absent
         self.locations = {name: np.zeros(self.rows, np.int64) for name in spec.columns}
         self.lengths = {column: np.zeros(self.rows, np.int32) for column in spec.balancing}
         self.selection: SelectionState | None = None
@@ -91,17 +92,24 @@ class Iteration:
 
     # --- values
 
+    def locations_of(self, rows: np.ndarray, columns: Sequence[str]) -> dict[str, np.ndarray]:
+        """Where the values of rows are, by column: one array for columns that were put together."""
+        index, shared = as_index(rows), Shared()
+        return {column: shared(self.locations[column][index]) for column in columns}
+
     def check_put(self, number: int, rows: np.ndarray, columns: Iterable[str]) -> None:
         """Raise `DockError` if values of these rows and columns would be refused; `number`: of the iteration."""
-        outside = rows[(rows < 0) | (rows >= self.rows)]
-        if outside.size:
+        if rows.min() < 0 or rows.max() >= self.rows:
+            outside = rows[(rows < 0) | (rows >= self.rows)]
             raise DockError(f"put: row {outside[0]} is outside iteration {number}, which has {self.rows} rows")
+        index = as_index(rows)
         for column in columns:
             if column not in self.locations:
                 raise DockError(f"put: unknown column '{column}'; there are {list(self.locations)}")
-            present = rows[self.locations[column][rows] > 0]
-            if present.size and not self.spec.columns[column].replaceable:
-                raise DockError(f"put: row {present[0]} of iteration {number} has column '{column}' already")
+            present = self.locations[column][index]
+            if present.any() and not self.spec.columns[column].replaceable:
+                row = rows[np.flatnonzero(present)[0]]
+                raise DockError(f"put: row {row} of iteration {number} has column '{column}' already")
 
     def place(
         self, rows: np.ndarray, columns: Sequence[str], payload: int, lengths: Mapping[str, np.ndarray]
@@ -109,10 +117,11 @@ class Iteration:
         """Values of `columns` for `rows` are in `payload`, in that order; returns consumers that may go on."""
         self.payloads.add(payload)
         locations = (payload << 32) + np.arange(len(rows), dtype=np.int64)
+        index = as_index(rows)
         for column in columns:
-            self.locations[column][rows] = locations
+            self.locations[column][index] = locations
             if column in self.lengths:
-                self.lengths[column][rows] = lengths[column]
+                self.lengths[column][index] = lengths[column]
             if column in self.lost:
                 self.lost[column] = np.setdiff1d(self.lost[column], rows)
         woken = []

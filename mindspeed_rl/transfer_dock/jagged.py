@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 from typing import overload
 
@@ -18,6 +19,16 @@ class _Run:
     values: torch.Tensor
     bounds: np.ndarray
     pieces: np.ndarray
+
+    @cached_property
+    def piece_lengths(self) -> np.ndarray:
+        """Length of every piece."""
+        return np.diff(self.bounds)
+
+    @cached_property
+    def in_order(self) -> bool:
+        """Rows follow each other as the pieces do, with none left out in between."""
+        return len(self.pieces) > 0 and bool((np.diff(self.pieces) == 1).all())
 
     def views(self) -> list[torch.Tensor]:
         """All rows."""
@@ -106,7 +117,7 @@ class Jagged(Sequence[torch.Tensor]):
         """The rows end to end: without a copy if that is how they lie."""
         if len(self._runs) == 1:
             run = self._runs[0]
-            if (np.diff(run.pieces) == 1).all() and len(run.pieces):
+            if run.in_order:
                 return run.values[int(run.bounds[run.pieces[0]]) : int(run.bounds[run.pieces[-1] + 1])]
         return torch.cat(list(self)) if len(self) else torch.empty(0)
 
@@ -114,9 +125,9 @@ class Jagged(Sequence[torch.Tensor]):
         """Values, length of every piece, and which piece each row is (None: row i is piece i), each piece once."""
         if len(self._runs) == 1:
             run = self._runs[0]
-            if len(run.pieces) == len(run.bounds) - 1 and (np.diff(run.pieces) == 1).all():
-                return run.values, np.diff(run.bounds), None
+            if run.in_order and len(run.pieces) == len(run.bounds) - 1:
+                return run.values, run.piece_lengths, None
             used = np.unique(run.pieces)
             if len(used) == len(run.bounds) - 1:
-                return run.values, np.diff(run.bounds), run.pieces
+                return run.values, run.piece_lengths, run.pieces
         return self.values, self.lengths, None

@@ -59,10 +59,10 @@ class LocalTransferDock:
         lengths = payload.lengths_for(self.spec)
         with self._changed:
             self._alive()
-            self._table.check_put(iteration, rows, payload.slots, lease)
+            self._table.check_put(iteration, rows, payload.columns, lease)
             if not self._changed.wait_for(lambda: self._must_not_wait(iteration), timeout):
                 raise DockTimeout(self._table.describe_put_wait(iteration, payload.nbytes, timeout))
-            self._table.put(iteration, rows, list(payload.slots), payload, payload.nbytes, lengths, lease=lease)
+            self._table.put(iteration, rows, list(payload.columns), payload, payload.nbytes, lengths, lease=lease)
             self._notify()
 
     def claim(

@@ -1,7 +1,7 @@
-"""Payloads: the values of one put, packed in one buffer.
+"""Payloads: the values of one put, each column's in one flat array, however many rows.
 
-However many columns and rows: Ray copies one large buffer faster than several, and stores it as one object. Objects
-are pickled row by row, so that a reader unpickles only the rows it asks for, and gets objects of its own.
+Ray copies flat arrays into its object store as they lie and maps them from there, so what is flat already is copied
+once. Objects are pickled row by row: a reader unpickles only the rows it asks for, and gets objects of its own.
 """
 
 from __future__ import annotations
@@ -16,105 +16,81 @@ import numpy as np
 import torch
 
 from mindspeed_rl.common.errors import DockError
+from mindspeed_rl.transfer_dock.arrays import Shared
 from mindspeed_rl.transfer_dock.jagged import Jagged
 from mindspeed_rl.transfer_dock.spec import ColumnSpec, DockSpec
 
 _TORCH_DTYPES = {"int64": torch.int64, "float32": torch.float32}
 _DTYPE, _IS_CPU = attrgetter("dtype"), attrgetter("is_cpu")
-_ALIGNMENT = 64  # bytes; a multiple of every element size, and of a cache line
-
-Span = tuple[int, int]  # first byte and the one after the last
 
 
 @dataclass(frozen=True)
-class Slot:
-    """Where a column's values are in a payload's buffer: pieces end to end, or one number a row for scalars.
+class Values:
+    """Values of a column: pieces end to end, or one number a row for scalars. Objects are pickled: uint8.
 
     Row i is piece `pieces[i]`, or piece i without `pieces`: rows that were given the same tensor share one. Lengths
-    and pieces are int64.
+    of pieces, and pieces, are int64.
     """
 
-    values: Span
-    lengths: Span | None = None
-    pieces: Span | None = None
-
-
-@dataclass(frozen=True)
-class Payload:
-    """The values of one put: a uint8 buffer, and each column's place in it."""
-
-    buffer: np.ndarray
-    slots: dict[str, Slot]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the buffer."""
-        return self.buffer.nbytes
-
-    def values(self, name: str, dtype: str) -> np.ndarray:
-        """All values of a column; those of objects are pickles, uint8."""
-        return self._array(self.slots[name].values, "uint8" if dtype == "object" else dtype)
-
-    def lengths(self, name: str) -> np.ndarray:
-        """Length of each piece, [pieces]."""
-        span = self.slots[name].lengths
-        assert span is not None, "scalars have no lengths"
-        return self._array(span, "int64")
-
-    def pieces(self, name: str) -> np.ndarray | None:
-        """Piece of each row, [rows]; None: row i is piece i."""
-        span = self.slots[name].pieces
-        return None if span is None else self._array(span, "int64")
-
-    def row_lengths(self, name: str) -> np.ndarray:
-        """Length of each row, [rows]."""
-        pieces = self.pieces(name)
-        return self.lengths(name) if pieces is None else self.lengths(name)[pieces]
-
-    def lengths_for(self, spec: DockSpec) -> dict[str, np.ndarray]:
-        """Row lengths of the columns that consumers are balanced by, as far as they are in here."""
-        return {name: self.row_lengths(name) for name in spec.balancing if name in self.slots}
-
-    def _array(self, span: Span, dtype: str) -> np.ndarray:
-        return self.buffer[span[0] : span[1]].view(dtype)
-
-
-class Scratch:
-    """A buffer that is used again for every payload: touching fresh pages would cost more than the copy itself.
-
-    For payloads that are copied on (into Ray's object store) before the next one is packed. Larger ones than `limit`
-    bytes get memory of their own.
-    """
-
-    def __init__(self, limit: int = 256 << 20):
-        self._limit = limit
-        self._buffer = np.empty(0, np.uint8)
-
-    def take(self, nbytes: int) -> np.ndarray:
-        """`nbytes` of memory with whatever is in it."""
-        if nbytes > self._limit:
-            return np.empty(nbytes, np.uint8)
-        if nbytes > len(self._buffer):
-            self._buffer = np.empty(1 << (nbytes - 1).bit_length(), np.uint8)
-        return self._buffer[:nbytes]
-
-
-@dataclass
-class _Column:
-    """Checked values of a column, to be copied: flat ones, or tensors to be put end to end."""
-
-    values: torch.Tensor | list[torch.Tensor]
-    dtype: torch.dtype
+    flat: np.ndarray
     lengths: np.ndarray | None = None
     pieces: np.ndarray | None = None
 
     @property
-    def count(self) -> int:
-        """Number of values."""
-        if isinstance(self.values, torch.Tensor):
-            return self.values.numel()
-        assert self.lengths is not None
-        return int(self.lengths.sum())
+    def nbytes(self) -> int:
+        """Bytes of all arrays."""
+        return sum(array.nbytes for array in (self.flat, self.lengths, self.pieces) if array is not None)
+
+    @property
+    def row_lengths(self) -> np.ndarray:
+        """Length of each row, [rows]."""
+        assert self.lengths is not None, "scalars have no lengths"
+        return self.lengths if self.pieces is None else self.lengths[self.pieces]
+
+
+@dataclass(frozen=True)
+class Payload:
+    """The values of one put, by column."""
+
+    columns: dict[str, Values]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all values."""
+        return sum(values.nbytes for values in self.columns.values())
+
+    def lengths_for(self, spec: DockSpec) -> dict[str, np.ndarray]:
+        """Row lengths of the columns that consumers are balanced by, as far as they are in here."""
+        return {name: self.columns[name].row_lengths for name in spec.balancing if name in self.columns}
+
+
+class Scratch:
+    """Memory that is used again for every payload: touching fresh pages would cost more than the copy itself.
+
+    For payloads that are copied on (into Ray's object store) before the next one is packed, or a value changes. A
+    column of more than `limit` bytes gets memory of its own.
+    """
+
+    def __init__(self, limit: int = 256 << 20):
+        self._limit = limit
+        self._buffers: dict[str, np.ndarray] = {}
+
+    def take(self, column: str, nbytes: int) -> np.ndarray:
+        """`nbytes` of memory with whatever is in it."""
+        if nbytes > self._limit:
+            return np.empty(nbytes, np.uint8)
+        if column not in self._buffers or nbytes > len(self._buffers[column]):
+            self._buffers[column] = np.empty(1 << nbytes.bit_length(), np.uint8)
+        return self._buffers[column][:nbytes]
+
+
+@dataclass
+class _Column:
+    """Checked values of a column: flat, or tensors to be put end to end."""
+
+    values: torch.Tensor | list[torch.Tensor]
+    lengths: np.ndarray | None = None
+    pieces: np.ndarray | None = None
 
 
 def pack(
@@ -122,7 +98,7 @@ def pack(
 ) -> Payload:
     """Check and pack the values of a put. `DockError` names column and row.
 
-    With `scratch` the payload is good until the next one is packed with it.
+    With `scratch` the payload is good until the next one is packed with it, and shares memory with flat values.
     """
     if not columns:
         raise DockError("put: no columns given")
@@ -133,38 +109,29 @@ def pack(
         if len(values) != len(rows):
             raise DockError(f"put: column '{name}' has {len(values)} values for {len(rows)} rows")
         checked[name] = _CHECKS[spec.columns[name].kind](name, spec.columns[name], rows, values)
-    slots, end = {}, 0
-    for name, column in checked.items():
-        sizes = [column.count * column.dtype.itemsize]
-        sizes += [0 if array is None else array.nbytes for array in (column.lengths, column.pieces)]
-        starts = []
-        for size in sizes:
-            starts.append(end)
-            end += -(-size // _ALIGNMENT) * _ALIGNMENT
-        spans = [(start, start + size) for start, size in zip(starts, sizes, strict=True)]
-        slots[name] = Slot(
-            spans[0], None if column.lengths is None else spans[1], None if column.pieces is None else spans[2]
-        )
-    payload = Payload(np.empty(end, np.uint8) if scratch is None else scratch.take(end), slots)
-    for name, column in checked.items():
-        _write(payload, name, column)
-    return payload
+    shared = Shared()
+    return Payload(
+        {
+            name: Values(
+                _flat(name, spec.columns[name].dtype, column, scratch),
+                None if column.lengths is None else shared(column.lengths),
+                None if column.pieces is None else shared(column.pieces),
+            )
+            for name, column in checked.items()
+        }
+    )
 
 
 @torch.no_grad()
-def _write(payload: Payload, name: str, column: _Column) -> None:
-    start, stop = payload.slots[name].values
-    out = torch.from_numpy(payload.buffer[start:stop]).view(column.dtype)
+def _flat(name: str, dtype: str, column: _Column, scratch: Scratch | None) -> np.ndarray:
     if isinstance(column.values, torch.Tensor):
-        np.copyto(out.numpy(), column.values.cpu().numpy())  # faster than torch on one thread
-    else:
-        torch.cat(column.values, out=out)
-    if column.lengths is not None:
-        payload.lengths(name)[:] = column.lengths
-    if column.pieces is not None:
-        pieces = payload.pieces(name)
-        assert pieces is not None
-        pieces[:] = column.pieces
+        flat = column.values.cpu().contiguous().numpy()
+        return flat.copy() if scratch is None else flat
+    if scratch is None:
+        return torch.cat(column.values).numpy()
+    assert column.lengths is not None
+    memory = scratch.take(name, int(column.lengths.sum()) * np.dtype(dtype).itemsize).view(dtype)
+    return torch.cat(column.values, out=torch.from_numpy(memory)).numpy()
 
 
 def _check_jagged(name: str, column: ColumnSpec, rows: np.ndarray, values: Sequence[Any]) -> _Column:
@@ -173,9 +140,9 @@ def _check_jagged(name: str, column: ColumnSpec, rows: np.ndarray, values: Seque
         if values.dtype is not dtype:
             raise DockError(f"put: column '{name}': expected {column.dtype} values, got {values.dtype}")
         flat, lengths, pieces = values.distinct()
-        return _Column(flat.detach(), dtype, lengths, pieces)
+        return _Column(flat.detach(), lengths, pieces)
     tensors, pieces = _distinct(_checked_rows(name, column, rows, values))
-    return _Column(tensors, dtype, np.array(list(map(torch.Tensor.numel, tensors)), np.int64), pieces)
+    return _Column(tensors, np.array(list(map(torch.Tensor.numel, tensors)), np.int64), pieces)
 
 
 def _checked_rows(name: str, column: ColumnSpec, rows: np.ndarray, values: Sequence[Any]) -> Sequence[torch.Tensor]:
@@ -212,14 +179,14 @@ def _check_scalar(name: str, column: ColumnSpec, rows: np.ndarray, values: Seque
     if isinstance(values, torch.Tensor):
         if values.ndim != 1 or values.dtype != dtype:
             raise DockError(f"put: column '{name}': expected one 1-D {column.dtype} tensor, got {_kind(values)}")
-        return _Column(values.detach(), dtype)
+        return _Column(values.detach())
     for row, value in zip(rows, values, strict=True):
         item = np.asarray(value)
         if item.ndim or item.dtype.kind not in kinds:
             raise DockError(
                 f"put: column '{name}', row {row}: expected a number ({column.dtype}), got {_kind(value)}"
             )
-    return _Column(torch.from_numpy(np.asarray(values, column.dtype)), dtype)
+    return _Column(torch.from_numpy(np.asarray(values, column.dtype)))
 
 
 def _check_object(name: str, column: ColumnSpec, rows: np.ndarray, values: Sequence[Any]) -> _Column:
@@ -232,7 +199,7 @@ def _check_object(name: str, column: ColumnSpec, rows: np.ndarray, values: Seque
             row = rows[index if pieces is None else int(np.argmax(pieces == index))]
             raise DockError(f"put: column '{name}', row {row}: {_kind(value)} cannot be pickled: {error}") from error
     lengths = np.array([len(data) for data in pickles], np.int64)
-    return _Column(torch.from_numpy(np.concatenate(pickles)), torch.uint8, lengths, pieces)
+    return _Column(torch.from_numpy(np.concatenate(pickles)), lengths, pieces)
 
 
 _CHECKS = {"jagged": _check_jagged, "scalar": _check_scalar, "object": _check_object}

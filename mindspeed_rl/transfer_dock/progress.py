@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 
 from mindspeed_rl.common.errors import DockError
-from mindspeed_rl.transfer_dock.queues import DealOut, OrderedQueue, ReadinessQueue, WorkQueue, owners
+from mindspeed_rl.transfer_dock.arrays import as_index, members
+from mindspeed_rl.transfer_dock.queues import NO_UNITS, DealOut, OrderedQueue, ReadinessQueue, WorkQueue, owners
 from mindspeed_rl.transfer_dock.spec import ConsumerSpec
 
 _UNBOUND = -1
@@ -71,7 +72,7 @@ class Progress:
         self.acked_by = np.zeros(units, np.int16)  # share + 1, or 0
         block = block_rows // self.unit_rows
         self.queue: WorkQueue = (
-            OrderedQueue(self.missing, block, spec.shares, owners(units, block, spec.shares), self._dealing(deal_out))
+            OrderedQueue(self.missing, block, spec.shares, self._dealing(deal_out))
             if keep_order
             else ReadinessQueue(self.missing, spec.shares, owners(units, block, spec.shares))
         )
@@ -97,7 +98,7 @@ class Progress:
     def units_of(self, rows: np.ndarray) -> np.ndarray:
         """Unit of each row; rows that are not bound are left out."""
         if self._positions is None:
-            return rows // self.unit_rows
+            return rows if self.unit_rows == 1 else rows // self.unit_rows
         positions = self._positions[rows]
         return positions[positions >= 0] // self.unit_rows
 
@@ -106,22 +107,24 @@ class Progress:
         positions = members(units, self.unit_rows)
         if self.order is None:
             return positions
-        rows = self.order[positions]
+        rows = self.order[as_index(positions)]
         return rows[rows >= 0]
 
     def arrived(self, rows: np.ndarray, values: int) -> bool:
         """Each row got `values` of the needed columns; True when a unit became ready."""
-        return self._subtract(self.units_of(rows), values)
+        units = self.units_of(rows)
+        if self.unit_rows == 1:
+            return self._subtract(units, values)
+        units, first, count = np.unique(units, return_index=True, return_counts=True)
+        as_put = np.argsort(first)
+        return self._subtract(units[as_put], values * count[as_put])
 
     def _subtract(self, units: np.ndarray, values: int | np.ndarray) -> bool:
-        if self.unit_rows > 1:
-            np.subtract.at(self.missing, units, values)  # a unit may occur several times
-        else:
-            self.missing[units] -= values
+        """These units, all different, got so many values."""
+        index = as_index(units)
+        self.missing[index] -= values
         # Units that are done may get values again, which others of their group, or other consumers, had lost.
-        ready = units[(self.missing[units] == 0) & (self.acked_by[units] == 0)]
-        if self.unit_rows > 1:
-            ready = np.array(list(dict.fromkeys(ready.tolist())), np.int64)
+        ready = units[(self.missing[index] == 0) & (self.acked_by[index] == 0)]
         if ready.size:
             self.queue.became_ready(ready)
         return bool(ready.size)
@@ -135,15 +138,16 @@ class Progress:
         self.order[places] = rows
         self._positions[rows] = places
         self.bound += len(rows)
-        return self._subtract(places // self.unit_rows, present)
+        values = present.reshape(-1, self.unit_rows).sum(axis=1, dtype=np.int32)  # selections are of whole groups
+        return self._subtract(places[:: self.unit_rows] // self.unit_rows, values)
 
-    def take(self, share: int, count: int) -> list[int]:
+    def take(self, share: int, count: int) -> np.ndarray:
         """Units of up to `count` rows; see `WorkQueue.take`."""
-        return [] if self.closed else self.queue.take(share, count // self.unit_rows)
+        return NO_UNITS if self.closed else self.queue.take(share, count // self.unit_rows)
 
-    def acknowledged(self, share: int, units: Sequence[int] | np.ndarray) -> None:
+    def acknowledged(self, share: int, units: np.ndarray) -> None:
         """The units are done for good."""
-        self.acked_by[units] = share + 1
+        self.acked_by[as_index(units)] = share + 1
         self._unfinished[share] -= len(units)
 
     def finished(self, share: int) -> bool:
@@ -197,7 +201,7 @@ class Progress:
         assert isinstance(self.queue, OrderedQueue)
         kept = dealt & taken.reshape(-1, block).any(axis=1)
         owner = np.where(np.repeat(kept, block), owner, self.queue.owner)
-        queue = OrderedQueue(self.missing, block, self.spec.shares, owner, self._dealing(self._arguments[6]))
+        queue = OrderedQueue(self.missing, block, self.spec.shares, self._dealing(self._arguments[6]), owner)
         assert queue.dealt is not None
         queue.dealt[:] = kept
         self.queue = queue
@@ -214,12 +218,6 @@ class Progress:
         ready = np.flatnonzero(self.missing == 0)
         if ready.size:
             self.queue.became_ready(ready[np.argsort(became_ready[ready], kind="stable")])
-
-
-def members(groups: Sequence[int] | np.ndarray, size: int) -> np.ndarray:
-    """Numbers of all members of groups of `size` neighbours, group by group, int64."""
-    numbers = np.asarray(groups, np.int64)
-    return numbers if size == 1 else (numbers[:, None] * size + np.arange(size)).ravel()
 
 
 def _permutation(name: str, order: Sequence[int], rows: int, unit_rows: int) -> np.ndarray:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import heapq
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Protocol
 
 import numpy as np
@@ -18,13 +19,36 @@ DealOut = Callable[[np.ndarray], Sequence[Sequence[int]]]
 """Units of a block, all ready -> indices into them for each share, ascending, equally many."""
 
 
+NO_UNITS = np.empty(0, np.int64)
+
+
+@lru_cache(maxsize=16)  # consumers of one dock differ little in this, and its iterations not at all
 def owners(units: int, block: int, shares: int) -> np.ndarray:
-    """Share of each unit, [units] int16: share d owns the d-th contiguous 1/D of every block of `block` units."""
+    """Share of each unit, [units] int16: share d owns the d-th contiguous 1/D of every block of `block` units.
+
+    Read-only: it is shared by all who ask for the same.
+    """
     position = np.arange(units, dtype=np.int64)
     offset = position % block
     length = np.minimum(block, units - (position - offset))
     # Share d owns offsets floor(d·length/D) <= o < floor((d+1)·length/D); solved for d:
-    return (((offset + 1) * shares - 1) // length).astype(np.int16)
+    owner = (((offset + 1) * shares - 1) // length).astype(np.int16)
+    owner.flags.writeable = False
+    return owner
+
+
+@lru_cache(maxsize=16)
+def _by_share(units: int, block: int, shares: int) -> list[np.ndarray]:
+    """Units of each share, ascending, as `owners` has them; read-only."""
+    result = _split(owners(units, block, shares), shares)
+    for array in result:
+        array.flags.writeable = False
+    return result
+
+
+def _split(owner: np.ndarray, shares: int) -> list[np.ndarray]:
+    by_share = np.argsort(owner, kind="stable").astype(np.int32)
+    return np.split(by_share, np.cumsum(np.bincount(owner, minlength=shares))[:-1])
 
 
 class WorkQueue(Protocol):
@@ -33,13 +57,13 @@ class WorkQueue(Protocol):
     def became_ready(self, units: np.ndarray) -> None:
         """These units (at least one) lack nothing any more."""
 
-    def take(self, share: int, count: int) -> list[int]:
+    def take(self, share: int, count: int) -> np.ndarray:
         """The next `count` units (fewer at the end of a share or block), or none while they are not all ready."""
 
     def upcoming(self, share: int, count: int) -> list[int]:
         """Units that `take` would hand out next, ready or not, as far as that is known."""
 
-    def give_back(self, share: int, units: Sequence[int]) -> None:
+    def give_back(self, share: int, units: np.ndarray) -> None:
         """Units handed out before come back and go first."""
 
     def remaining(self, share: int) -> int:
@@ -75,16 +99,24 @@ class OrderedQueue:
     """
 
     def __init__(
-        self, missing: np.ndarray, block: int, shares: int, owner: np.ndarray, deal_out: DealOut | None = None
+        self,
+        missing: np.ndarray,
+        block: int,
+        shares: int,
+        deal_out: DealOut | None = None,
+        owner: np.ndarray | None = None,
     ):
         self._missing = missing
         self._block = block
-        self.owner = owner  # [units] int16, share of each unit
+        layout = len(missing), block, shares
+        # [units] int16, share of each unit
+        self.owner = owners(*layout) if owner is None else owner
+        by_share = _by_share(*layout) if owner is None else _split(owner, shares)
+        if deal_out is not None:  # which writes in them
+            self.owner, by_share = self.owner.copy(), [units.copy() for units in by_share]
         self.dealt = None if deal_out is None else np.zeros(-(-len(missing) // block), bool)
         self._deal_out = deal_out
-        by_share = np.argsort(owner, kind="stable").astype(np.int32)
-        bounds = np.cumsum(np.bincount(owner, minlength=shares))[:-1]
-        self._shares = [_Sequence(units) for units in np.split(by_share, bounds)]
+        self._shares = [_Sequence(units) for units in by_share]
 
     def became_ready(self, units: np.ndarray) -> None:
         if self.dealt is None:
@@ -104,20 +136,20 @@ class OrderedQueue:
             sequence.units[first : first + len(part)] = units[part]
         self.dealt[block] = True
 
-    def take(self, share: int, count: int) -> list[int]:
+    def take(self, share: int, count: int) -> np.ndarray:
         sequence = self._shares[share]
         back, fresh = sequence.next_indices(count, self._block)
         units = sequence.units[sequence.cursor : sequence.cursor + fresh]
         if back:
             units = np.concatenate((sequence.units[back], units))
         if not len(units) or self._missing[units].any():
-            return []
+            return NO_UNITS
         if self.dealt is not None and not self.dealt[units[0] // self._block]:
-            return []
+            return NO_UNITS
         for _ in back:
             heapq.heappop(sequence.returned)
         sequence.cursor += fresh
-        return units.tolist()
+        return units.astype(np.int64)
 
     def upcoming(self, share: int, count: int) -> list[int]:
         sequence = self._shares[share]
@@ -128,9 +160,9 @@ class OrderedQueue:
             return list(range(start, min(start + self._block, len(self._missing))))
         return units.tolist()
 
-    def give_back(self, share: int, units: Sequence[int]) -> None:
+    def give_back(self, share: int, units: np.ndarray) -> None:
         sequence = self._shares[share]
-        for index in np.searchsorted(sequence.units, np.asarray(units)).tolist():
+        for index in np.searchsorted(sequence.units, units).tolist():
             heapq.heappush(sequence.returned, index)
 
     def remaining(self, share: int) -> int:
@@ -157,18 +189,18 @@ class ReadinessQueue:
     def became_ready(self, units: np.ndarray) -> None:
         self._ready.extend(units.tolist())
 
-    def take(self, share: int, count: int) -> list[int]:
+    def take(self, share: int, count: int) -> np.ndarray:
         count = min(count, self._left[share])
         if len(self._ready) < count:
-            return []
+            return NO_UNITS
         self._left[share] -= count
-        return [self._ready.popleft() for _ in range(count)]
+        return np.array([self._ready.popleft() for _ in range(count)], np.int64)
 
     def upcoming(self, share: int, count: int) -> list[int]:
         return np.flatnonzero(self._missing).tolist() if self._left[share] else []
 
-    def give_back(self, share: int, units: Sequence[int]) -> None:
-        self._ready.extendleft(reversed(units))
+    def give_back(self, share: int, units: np.ndarray) -> None:
+        self._ready.extendleft(units[::-1].tolist())
         self._left[share] += len(units)
 
     def remaining(self, share: int) -> int:

@@ -94,7 +94,7 @@ class RayTransferDock:
         payload = pack(self.spec, rows, columns, self._scratch)
         ref = ray.put(payload)
         lengths = payload.lengths_for(self.spec)
-        arguments = (iteration, rows, list(payload.slots), to_address(ref), payload.nbytes, lengths, lease, timeout)
+        arguments = (iteration, rows, list(payload.columns), to_address(ref), payload.nbytes, lengths, lease, timeout)
         self._client.keep(self._client.request("put", *arguments, seconds=timeout), ref)
         self._client.live()
 

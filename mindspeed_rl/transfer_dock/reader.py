@@ -14,10 +14,8 @@ import torch
 
 from mindspeed_rl.common.errors import DockError
 from mindspeed_rl.transfer_dock.jagged import Jagged
-from mindspeed_rl.transfer_dock.payload import Payload
-from mindspeed_rl.transfer_dock.spec import Claim, ColumnSpec, DockSpec
-
-_ABSENT = 0  # payload ids start at 1
+from mindspeed_rl.transfer_dock.payload import Payload, Values
+from mindspeed_rl.transfer_dock.spec import ABSENT, Claim, ColumnSpec, DockSpec, payloads_in
 
 
 def as_tensor(array: np.ndarray) -> torch.Tensor:
@@ -40,13 +38,10 @@ class _Unlocked:
 class _Column:
     """A column of a payload made ready for reading rows."""
 
-    def __init__(self, payload: Payload, name: str, spec: ColumnSpec):
-        self._values = payload.values(name, spec.dtype)
+    def __init__(self, values: Values, bounds: np.ndarray, spec: ColumnSpec):
+        self._values, self._pieces, self._bounds = values.flat, values.pieces, bounds
         if spec.kind == "jagged":
             self._flat = as_tensor(self._values)
-        if spec.kind != "scalar":
-            self._bounds = np.concatenate(([0], np.cumsum(payload.lengths(name))))
-            self._pieces = payload.pieces(name)
 
     def run(self, rows: np.ndarray) -> tuple[torch.Tensor, np.ndarray, np.ndarray]:
         """Rows of a jagged column, as `Jagged.joined` takes them."""
@@ -72,11 +67,20 @@ class _Open:
     def __init__(self, payload: Payload, spec: DockSpec):
         self._payload, self._spec = payload, spec
         self._columns: dict[str, _Column] = {}
+        self._bounds: dict[int, np.ndarray] = {}  # by identity of the lengths, which columns share
 
     def __getitem__(self, name: str) -> _Column:
         if name not in self._columns:
-            self._columns[name] = _Column(self._payload, name, self._spec.columns[name])
+            values = self._payload.columns[name]
+            self._columns[name] = _Column(values, self._bounds_of(values.lengths), self._spec.columns[name])
         return self._columns[name]
+
+    def _bounds_of(self, lengths: np.ndarray | None) -> np.ndarray:
+        if lengths is None:
+            return np.empty(0, np.int64)
+        if id(lengths) not in self._bounds:
+            self._bounds[id(lengths)] = np.concatenate(([0], np.cumsum(lengths)))
+        return self._bounds[id(lengths)]
 
 
 class PayloadReader:
@@ -95,15 +99,15 @@ class PayloadReader:
     def get(self, claim: Claim, columns: Sequence[str]) -> dict[str, Any]:
         """See `TransferDock.get`."""
         for name in columns:
-            if name not in claim.columns:
+            if name not in claim.locations:
                 raise DockError(
                     f"get: column '{name}' is not among the columns {claim.columns} of '{claim.consumer}'"
                 )
         self.forget(lambda iteration: iteration < claim.oldest_iteration)
-        wanted = {name: claim.locations[claim.columns.index(name)] for name in columns}
-        ids = {int(key) for locations in wanted.values() for key in np.unique(locations >> 32)} - {_ABSENT}
-        opened = self._opened(claim, sorted(ids))
-        return {name: self._read(name, opened, locations) for name, locations in wanted.items()}
+        wanted = {name: claim.locations[name] for name in columns}
+        opened = self._opened(claim, sorted(payloads_in(wanted)))
+        runs = {id(locations): _runs(locations) for locations in wanted.values()}
+        return {name: self._read(name, opened, runs[id(locations)]) for name, locations in wanted.items()}
 
     def forget(self, gone: Callable[[int], bool]) -> None:
         """Close payloads of iterations for which `gone` holds, so that their memory can be freed."""
@@ -125,24 +129,25 @@ class PayloadReader:
                 self._open.popitem(last=False)
         return result
 
-    def _read(self, name: str, opened: Mapping[int, _Open], locations: np.ndarray) -> Any:
-        payload_of, row_of = locations >> 32, locations & 0xFFFFFFFF
+    def _read(self, name: str, opened: Mapping[int, _Open], runs: Sequence[tuple[int, np.ndarray]]) -> Any:
         column = self._spec.columns[name]
         if column.kind == "scalar":
-            numbers = np.empty(len(locations), column.dtype)
-            for key in np.unique(payload_of).tolist():
-                numbers[payload_of == key] = opened[key][name].scalars(row_of[payload_of == key])
-            return torch.from_numpy(numbers)
-        bounds = [0, *(np.flatnonzero(np.diff(payload_of)) + 1).tolist(), len(locations)]
-        runs = [(int(payload_of[start]), row_of[start:stop]) for start, stop in pairwise(bounds)]
-        if column.kind == "jagged" and (payload_of != _ABSENT).all():
+            return torch.from_numpy(np.concatenate([opened[key][name].scalars(rows) for key, rows in runs]))
+        if column.kind == "jagged" and all(key != ABSENT for key, _ in runs):
             return Jagged.joined([opened[key][name].run(rows) for key, rows in runs])
         values: list[Any] = []
         for key, rows in runs:  # objects, or optional values that are not all there
-            if key == _ABSENT:
+            if key == ABSENT:
                 values += [None] * len(rows)
             elif column.kind == "jagged":
                 values += Jagged.joined([opened[key][name].run(rows)])
             else:
                 values += opened[key][name].objects(rows)
         return values
+
+
+def _runs(locations: np.ndarray) -> list[tuple[int, np.ndarray]]:
+    """The rows of a claim as (payload, rows in it), cut where the payload changes."""
+    payload_of, row_of = locations >> 32, locations & 0xFFFFFFFF
+    bounds = [0, *(np.flatnonzero(np.diff(payload_of)) + 1).tolist(), len(locations)]
+    return [(int(payload_of[start]), row_of[start:stop]) for start, stop in pairwise(bounds)]

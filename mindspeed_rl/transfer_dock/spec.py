@@ -166,6 +166,9 @@ class DockSpec:
             raise DockError(f"consumer '{name}' is balanced by {flat}: expected jagged columns that it needs")
 
 
+ABSENT: Final = 0  # in the place of a payload id, which start at 1
+
+
 class NotYet(Enum):
     """Type of `NOT_YET`, the answer of `try_claim` when rows may come later."""
 
@@ -189,14 +192,25 @@ class Claim:
     share: int
     lease: int
     rows: tuple[int, ...]
-    columns: tuple[str, ...]
-    locations: np.ndarray  # [len(columns), len(rows)] int64: payload id << 32 | index of the row in that payload
+    # column -> [len(rows)] int64: payload id << 32 | index of the row in that payload; one array for equal ones
+    locations: dict[str, np.ndarray]
     payloads: dict[int, Any]  # payload id -> address
     oldest_iteration: int  # oldest one alive at the claim; what readers cached of earlier ones is dropped
     last: tuple[bool, ...] = ()  # with a selection: which rows are of a group in its last iteration
 
     def __len__(self) -> int:
         return len(self.rows)
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """What the consumer reads."""
+        return tuple(self.locations)
+
+
+def payloads_in(locations: Mapping[str, np.ndarray]) -> set[int]:
+    """Payloads in which a claim's values are."""
+    distinct = {id(array): array for array in locations.values()}.values()
+    return {key for array in distinct for key in np.unique(array >> 32).tolist()} - {ABSENT}
 
 
 @dataclass(frozen=True)

@@ -18,18 +18,19 @@ import numpy as np
 from mindspeed_rl.common.errors import DockError
 from mindspeed_rl.transfer_dock.iteration import Begin, Iteration, Lease
 from mindspeed_rl.transfer_dock.progress import Progress
-from mindspeed_rl.transfer_dock.spec import NOT_YET, Claim, DockSpec, NotYet, Selection
+from mindspeed_rl.transfer_dock.queues import NO_UNITS
+from mindspeed_rl.transfer_dock.spec import NOT_YET, Claim, DockSpec, NotYet, Selection, payloads_in
 
 _SHOWN = 4  # rows named in a message before "and N more"
 
 
 def as_rows(rows: Sequence[int]) -> np.ndarray:
     """Row numbers as int64 [n]; `DockError` unless they are one or more different integers."""
-    array = np.asarray(rows)
+    array = np.arange(rows.start, rows.stop, rows.step) if isinstance(rows, range) else np.asarray(rows)
     if array.ndim != 1 or not array.size or array.dtype.kind not in "iu":
         raise DockError(f"rows = {rows!r:.80}: expected one or more row numbers")
     array = array.astype(np.int64)
-    if array.size > 1 and len(np.unique(array)) != array.size:
+    if (array[1:] <= array[:-1]).any() and len(np.unique(array)) != array.size:
         raise DockError(f"rows = {rows!r:.80}: a row occurs twice")
     return array
 
@@ -188,8 +189,8 @@ class DockTable:
         self.expire()
         state = self._iteration(iteration)
         progress = self._progress(state, consumer, count, share)
-        units = [] if self._too_early(consumer, iteration) else progress.take(share, count)
-        if not units:
+        units = NO_UNITS if self._too_early(consumer, iteration) else progress.take(share, count)
+        if not len(units):
             if progress.finished(share):
                 return None
             state.check_not_lost(iteration, consumer)
@@ -201,22 +202,18 @@ class DockTable:
         if state.close_if_enough():
             self._woken[iteration, consumer] = None
         rows = progress.rows_of(units)
-        columns = progress.spec.reads
-        locations = np.stack([state.locations[column][rows] for column in columns])
-        last = (
-            state.selection.is_last(rows // state.begin.n_samples) if state.selection else np.zeros(len(rows), bool)
-        )
+        locations = state.locations_of(rows, progress.spec.reads)
+        last = state.selection.is_last(rows // state.begin.n_samples).tolist() if state.selection else ()
         return Claim(
             consumer=consumer,
             iteration=iteration,
             share=share,
             lease=lease,
             rows=tuple(rows.tolist()),
-            columns=columns,
             locations=locations,
-            payloads={key: self._payloads[key].address for key in np.unique(locations >> 32).tolist() if key},
+            payloads={key: self._payloads[key].address for key in payloads_in(locations)},
             oldest_iteration=self.oldest,
-            last=tuple(last.tolist()),
+            last=tuple(last),
         )
 
     def advance(self, version: int) -> None:
@@ -242,24 +239,27 @@ class DockTable:
         if len(units) == len(held.units):
             del self._leases[lease]
         else:
-            done = set(units)
-            held.units = [unit for unit in held.units if unit not in done]
+            done = set(units.tolist())
+            held.units = np.array([unit for unit in held.units.tolist() if unit not in done], np.int64)
         self._iterations[iteration].progress[held.consumer].acknowledged(held.share, units)
         self._woken[iteration, held.consumer] = None
 
-    def _units_held(self, iteration: int, lease: int, rows: np.ndarray | None) -> tuple[Lease, Sequence[int]]:
+    def _units_held(self, iteration: int, lease: int, rows: np.ndarray | None) -> tuple[Lease, np.ndarray]:
         """The lease and the units of it that these rows (None: all) are; `DockError` unless it is held."""
         held = self._held(iteration, lease)
         if rows is None:
             return held, held.units
         progress = self._iterations[iteration].progress[held.consumer]
-        foreign = np.setdiff1d(rows, progress.rows_of(held.units))
+        ours = progress.rows_of(held.units)
+        if np.array_equal(rows, ours):
+            return held, held.units
+        foreign = np.setdiff1d(rows, ours)
         if foreign.size:
             raise DockError(f"ack: row {foreign[0]} of iteration {iteration} is not held under lease {lease}")
-        units = set(progress.units_of(rows).tolist())
+        units = np.unique(progress.units_of(rows))
         if len(units) * progress.unit_rows != len(rows):
             raise DockError(f"ack: consumer '{held.consumer}' takes whole groups of {progress.unit_rows} rows")
-        return held, sorted(units)
+        return held, units
 
     def release(self, iteration: int, lease: int) -> None:
         """See `TransferDock.release`."""

@@ -315,11 +315,11 @@ def test_back_pressure_holds_back_later_iterations_only(make_dock):
         dock.put(1, [1], big, timeout=0.2)
     join = run(lambda: dock.put(1, [1], big, timeout=20))
     time.sleep(0.2)
-    assert dock.stats()["bytes"] == 3 * 896
+    assert dock.stats()["bytes"] == 3 * 808
     dock.clear(0)
     assert join()[0] is None
-    assert dock.stats()["bytes"] == 2 * 896
-    assert dock.stats()["bytes_put"] == 4 * 896
+    assert dock.stats()["bytes"] == 2 * 808
+    assert dock.stats()["bytes_put"] == 4 * 808
 
 
 def test_a_snapshot_restores_into_a_new_dock(make_dock):

@@ -185,8 +185,8 @@ class PipelineMachine(RuleBasedStateMachine):
     def read(self, claim):
         """Values of a claim: the current ones, and none made of another than the one that is read with it."""
         seen = {}
-        for column, locations in zip(claim.columns, claim.locations.tolist(), strict=True):
-            for row, location in zip(claim.rows, locations, strict=True):
+        for column, locations in claim.locations.items():
+            for row, location in zip(claim.rows, locations.tolist(), strict=True):
                 seen[row, column] = claim.payloads[location >> 32][location & 0xFFFFFFFF]
         for key, value in seen.items():
             assert value.key == key

@@ -130,8 +130,8 @@ class Run:
             self.table.ack(iteration, lease, as_rows(rows))
 
     def check_values(self, claim):
-        for column, locations in zip(claim.columns, claim.locations.tolist(), strict=True):
-            for row, location in zip(claim.rows, locations, strict=True):
+        for column, locations in claim.locations.items():
+            for row, location in zip(claim.rows, locations.tolist(), strict=True):
                 name = (column, self.in_generation[row // self.group], row % self.group)
                 found = claim.payloads[location >> 32][location & 0xFFFFFFFF] if location else None
                 assert found is self.values.get(name)

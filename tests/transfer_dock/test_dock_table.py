@@ -102,7 +102,7 @@ class DockMachine(RuleBasedStateMachine):
             assert claim is expected
         else:
             assert list(claim.rows) == expected
-            assert (claim.locations > 0).all()
+            assert all((locations > 0).all() for locations in claim.locations.values())
             self.leases.append([claim, list(claim.rows), self.now, holder])
 
     @rule(units=st.integers(1, 2))
