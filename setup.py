@@ -39,7 +39,6 @@ setup(
         "pyarrow>=16",
         "pydantic>=2.9,<3",
         "pyyaml>=6",
-        "pyzmq>=25",
         "ray>=2.48",
         "rich>=13",
         "safetensors>=0.5",

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import os
-import pickle
 import threading
 import time
 import uuid
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
-from typing import Any
+from functools import partial
+from typing import Any, NoReturn
 
 import ray
-import zmq
 
 from mindspeed_rl.common.errors import DockError, DockTimeout, MindSpeedRLError
 from mindspeed_rl.transfer_dock.spec import Claim
+from mindspeed_rl.transfer_dock.wire import Connection, Endpoint
 
 _ANSWER_SECONDS = 60.0  # for the controller to answer a request that does not wait for anything
+_LAST_WORD_SECONDS = 5.0  # for Ray to say that a controller whose connection broke has died
 _LOOK_SECONDS = 1.0  # while an answer is outstanding: how often to see whether the controller lives
 
 
@@ -28,16 +29,14 @@ class Client:
     controller says that they are free; every answer carries what has become free since the last one.
 
     Args:
-        endpoint: address and public key of the controller's server.
+        endpoint: of the controller's server.
         controller: its actor.
         renew_seconds: interval of signs of life, or None for none.
     """
 
-    def __init__(self, endpoint: tuple[str, bytes], controller: Any, renew_seconds: float | None):
+    def __init__(self, endpoint: Endpoint, controller: Any, renew_seconds: float | None):
         self.holder = uuid.uuid4().hex
-        self._address, self._server_key = endpoint
-        self._keys = zmq.curve_keypair()
-        self._context = zmq.Context()
+        self._endpoint = endpoint
         self._lifetime = controller.lifetime.remote()
         self._of_thread = threading.local()
         self._lock = threading.Lock()
@@ -53,19 +52,17 @@ class Client:
             DockError: the controller died.
             DockTimeout: it did not answer in time.
         """
-        if not hasattr(self._of_thread, "socket"):
-            self._of_thread.socket, self._of_thread.number = self._connect(), 0
-        socket, number = self._of_thread.socket, self._of_thread.number + 1
-        self._of_thread.number = number
-        socket.send(pickle.dumps((number, self.holder, method, arguments), protocol=5))
-        deadline = time.monotonic() + seconds + _ANSWER_SECONDS
-        answered, unwanted = -1, []
-        while answered != number:  # an earlier request may have been given up, by an interrupt for example
-            self._wait(socket, method, deadline, seconds)
-            answered, ok, answer, freed = pickle.loads(socket.recv())
-            self._free(freed)
-            if answered != number and isinstance(answer, Claim):
-                unwanted.append(answer)
+        look = partial(self._look, method, time.monotonic() + seconds + _ANSWER_SECONDS, seconds)
+        try:
+            ok, answer, unwanted = self._exchange(method, arguments, look)
+        except OSError as error:
+            if (connection := vars(self._of_thread).pop("connection", None)) is not None:
+                connection.close()
+            if self._is_dead(_LAST_WORD_SECONDS):
+                self._died(method)
+            raise DockError(
+                f"the TransferDock controller cannot be reached ('{method}' was called): {error}"
+            ) from error
         for claim in unwanted:  # rows that nobody would ever acknowledge
             with suppress(DockError):  # its lease has ended meanwhile
                 self.request("release", claim.iteration, claim.lease)
@@ -75,30 +72,43 @@ class Client:
             raise answer
         raise DockError(f"the TransferDock controller could not do '{method}': {answer!r}") from answer
 
-    def _connect(self) -> zmq.Socket:
-        socket = self._context.socket(zmq.DEALER)
-        socket.curve_publickey, socket.curve_secretkey = self._keys
-        socket.curve_serverkey = self._server_key
-        socket.linger = 0
-        socket.connect(self._address)
-        return socket
+    def _exchange(
+        self, method: str, arguments: tuple[Any, ...], look: Callable[[], None]
+    ) -> tuple[bool, Any, list[Claim]]:
+        """Whether the request succeeded, the answer, and claims of earlier ones that were given up meanwhile."""
+        mine = self._of_thread
+        if not hasattr(mine, "connection"):
+            mine.connection, mine.number = Connection(self._endpoint, look, _LOOK_SECONDS), 0
+        mine.number = number = mine.number + 1
+        mine.connection.send((number, self.holder, method, arguments), look)
+        unwanted: list[Claim] = []
+        while True:  # an earlier request may have been given up, by an interrupt for example
+            answered, ok, answer, freed = mine.connection.receive(look)
+            self._free(freed)
+            if answered == number:
+                return ok, answer, unwanted
+            if isinstance(answer, Claim):
+                unwanted.append(answer)
 
-    def _wait(self, socket: zmq.Socket, method: str, deadline: float, seconds: float) -> None:
-        while not socket.poll(int(1000 * _LOOK_SECONDS)):
-            if self._is_dead():
-                with self._lock:
-                    self._kept.clear()  # nobody can ask for it any more
-                raise DockError(f"the TransferDock controller died ('{method}' was called)")
-            if time.monotonic() > deadline:
-                raise DockTimeout(
-                    f"the TransferDock controller did not answer '{method}' within {seconds + _ANSWER_SECONDS:g} s"
-                )
+    def _look(self, method: str, deadline: float, seconds: float) -> None:
+        """While an answer is outstanding."""
+        if self._is_dead():
+            self._died(method)
+        if time.monotonic() > deadline:
+            raise DockTimeout(
+                f"the TransferDock controller did not answer '{method}' within {seconds + _ANSWER_SECONDS:g} s"
+            )
 
-    def _is_dead(self) -> bool:
+    def _died(self, method: str) -> NoReturn:
+        with self._lock:
+            self._kept.clear()  # nobody can ask for it any more
+        raise DockError(f"the TransferDock controller died ('{method}' was called)")
+
+    def _is_dead(self, seconds: float = 0.0) -> bool:
         if not ray.is_initialized():
             return True
         try:
-            return bool(ray.wait([self._lifetime], timeout=0)[0])
+            return bool(ray.wait([self._lifetime], timeout=seconds)[0])
         except ValueError:  # Ray has been shut down and started anew since: the owner is unknown
             return True
 
@@ -138,13 +148,13 @@ class Client:
             time.sleep(self._renew_seconds)
 
 
-_clients: dict[tuple[int, bytes], Client] = {}
+_clients: dict[tuple[int, Endpoint], Client] = {}
 _clients_lock = threading.Lock()
 
 
-def client_of(endpoint: tuple[str, bytes], controller: Any, renew_seconds: float | None) -> Client:
+def client_of(endpoint: Endpoint, controller: Any, renew_seconds: float | None) -> Client:
     """This process's client of a controller."""
-    key = os.getpid(), endpoint[1]
+    key = os.getpid(), endpoint
     with _clients_lock:
         if key not in _clients:
             _clients[key] = Client(endpoint, controller, renew_seconds)

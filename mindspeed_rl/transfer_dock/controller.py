@@ -11,6 +11,7 @@ import ray
 
 from mindspeed_rl.transfer_dock.server import DockServer
 from mindspeed_rl.transfer_dock.spec import DockSpec
+from mindspeed_rl.transfer_dock.wire import Endpoint
 
 
 class Controller:
@@ -27,9 +28,9 @@ class Controller:
             traceback.print_exc()
             os._exit(1)
 
-    async def endpoint(self) -> tuple[str, bytes]:
-        """Address of the server, and its public key."""
-        return f"tcp://{ray.util.get_node_ip_address()}:{self._server.port}", self._server.public_key
+    async def endpoint(self) -> Endpoint:
+        """How to reach the server."""
+        return Endpoint(ray.util.get_node_ip_address(), self._server.port, self._server.key)
 
     async def lifetime(self) -> None:
         """Answers never: whoever waits for it learns when the controller dies."""

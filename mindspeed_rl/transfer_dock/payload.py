@@ -93,6 +93,7 @@ class _Column:
     pieces: np.ndarray | None = None
 
 
+@torch.no_grad()
 def pack(
     spec: DockSpec, rows: np.ndarray, columns: Mapping[str, Sequence[Any]], scratch: Scratch | None = None
 ) -> Payload:
@@ -122,10 +123,9 @@ def pack(
     )
 
 
-@torch.no_grad()
 def _flat(name: str, dtype: str, column: _Column, scratch: Scratch | None) -> np.ndarray:
     if isinstance(column.values, torch.Tensor):
-        flat = column.values.cpu().contiguous().numpy()
+        flat = column.values.detach().cpu().contiguous().numpy()
         return flat.copy() if scratch is None else flat
     if scratch is None:
         return torch.cat(column.values).numpy()
@@ -140,7 +140,7 @@ def _check_jagged(name: str, column: ColumnSpec, rows: np.ndarray, values: Seque
         if values.dtype is not dtype:
             raise DockError(f"put: column '{name}': expected {column.dtype} values, got {values.dtype}")
         flat, lengths, pieces = values.distinct()
-        return _Column(flat.detach(), lengths, pieces)
+        return _Column(flat, lengths, pieces)
     tensors, pieces = _distinct(_checked_rows(name, column, rows, values))
     return _Column(tensors, np.array(list(map(torch.Tensor.numel, tensors)), np.int64), pieces)
 
@@ -179,7 +179,7 @@ def _check_scalar(name: str, column: ColumnSpec, rows: np.ndarray, values: Seque
     if isinstance(values, torch.Tensor):
         if values.ndim != 1 or values.dtype != dtype:
             raise DockError(f"put: column '{name}': expected one 1-D {column.dtype} tensor, got {_kind(values)}")
-        return _Column(values.detach())
+        return _Column(values)
     for row, value in zip(rows, values, strict=True):
         item = np.asarray(value)
         if item.ndim or item.dtype.kind not in kinds:

@@ -24,6 +24,7 @@ from mindspeed_rl.transfer_dock.ray_refs import to_address, to_ref
 from mindspeed_rl.transfer_dock.reader import PayloadReader
 from mindspeed_rl.transfer_dock.spec import DEFAULT_TIMEOUT, Claim, DockSnapshot, DockSpec, NotYet, Selection
 from mindspeed_rl.transfer_dock.table import as_rows
+from mindspeed_rl.transfer_dock.wire import Endpoint
 
 _SLOW_FETCH_SECONDS = 3.0
 _MANY = 100_000  # calls in flight at the controller's actor: one for each process that uses the dock
@@ -35,10 +36,10 @@ class RayTransferDock:
     Args:
         spec: what it holds.
         controller: the actor.
-        endpoint: address and key of its server.
+        endpoint: of its server.
     """
 
-    def __init__(self, spec: DockSpec, controller: Any, endpoint: tuple[str, bytes]):
+    def __init__(self, spec: DockSpec, controller: Any, endpoint: Endpoint):
         self.spec = spec
         self._controller, self._endpoint = controller, endpoint
         self._reader = PayloadReader(spec, self._resolve)

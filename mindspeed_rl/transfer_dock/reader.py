@@ -106,7 +106,8 @@ class PayloadReader:
         self.forget(lambda iteration: iteration < claim.oldest_iteration)
         wanted = {name: claim.locations[name] for name in columns}
         opened = self._opened(claim, sorted(payloads_in(wanted)))
-        runs = {id(locations): _runs(locations) for locations in wanted.values()}
+        distinct = {id(locations): locations for locations in wanted.values()}
+        runs = {key: _runs(locations) for key, locations in distinct.items()}
         return {name: self._read(name, opened, runs[id(locations)]) for name, locations in wanted.items()}
 
     def forget(self, gone: Callable[[int], bool]) -> None:

@@ -1,32 +1,32 @@
 """The controller's side of a dock: answers requests, one after the other, and lets claims and puts wait.
 
-Requests come over ZeroMQ, encrypted and authenticated (CurveZMQ): whoever holds the public key of the server may
-speak to it, and gets that key from Ray. A request takes a tenth of the time of a Ray actor call, which a stage would
+Requests come over sockets (see `wire`): one takes a small part of the time of a Ray actor call, which a stage would
 spend several times a micro-batch. One thread owns the table, so that every request is atomic. Nothing polls: the
 thread sleeps until a request comes or the first deadline passes.
 """
 
 from __future__ import annotations
 
-import pickle
+import asyncio
+import secrets
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import zmq
 
 from mindspeed_rl.common.errors import DockTimeout
-from mindspeed_rl.transfer_dock.spec import NOT_YET, DockSpec
+from mindspeed_rl.transfer_dock.spec import NOT_YET, Claim, DockSpec
 from mindspeed_rl.transfer_dock.table import DockTable
+from mindspeed_rl.transfer_dock.wire import ServerConnection, listen
 
 
 @dataclass(frozen=True)
 class Sender:
     """Who waits for an answer, and to which request."""
 
-    identity: bytes
+    connection: ServerConnection
     number: int
     holder: str
 
@@ -54,54 +54,87 @@ class _Put:
     deadline: float
 
 
-_MOST_AT_ONCE = 1000  # requests that are received before the first of them is answered
 _WAITS = object()  # returned by a handler that will answer later
 
 
 class DockServer:
-    """One dock. `port` and `public_key` tell clients how to reach it; `run` serves for ever."""
+    """One dock. Clients reach it at `port`, with `key`; `run` serves for ever."""
 
     def __init__(self, spec: DockSpec):
         self.spec = spec
         self._table = DockTable(spec)
         self._claims: dict[tuple[int, str], list[_Claim]] = {}
         self._puts: list[_Put] = []
-        self._socket = zmq.Context().socket(zmq.ROUTER)
-        self.public_key, self._socket.curve_secretkey = zmq.curve_keypair()
-        self._socket.curve_server = True
-        self.port = self._socket.bind_to_random_port("tcp://*")
+        self._received: list[tuple[Sender, str, tuple[Any, ...]]] = []
+        self._next_work: asyncio.TimerHandle | asyncio.Handle | None = None
+        self._socket = listen()
+        self.port = self._socket.getsockname()[1]
+        self.key = secrets.token_bytes(32)
 
     def run(self) -> None:
-        """Serve requests."""
-        while True:
-            for sender, method, arguments in self._receive():
-                self._handle(sender, method, arguments)
-            self._table.expire()
-            self._retry_puts()
-            self._wake()
-            self._time_out()
+        """Serve requests; ends with the first error that is not the fault of a request."""
+        asyncio.run(self._serve())
 
-    def _milliseconds_to_deadline(self) -> int | None:
+    async def _serve(self) -> None:
+        loop = asyncio.get_running_loop()
+        failed = loop.create_future()
+
+        def fail(_loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+            if not failed.done():
+                failed.set_exception(context.get("exception") or RuntimeError(context["message"]))
+
+        loop.set_exception_handler(fail)
+        self._loop = loop
+        server = await loop.create_server(
+            lambda: ServerConnection(self.key, self._receive, self._lost), sock=self._socket
+        )
+        async with server:
+            await failed
+
+    def _work(self) -> None:
+        received, self._received = self._received, []
+        for sender, method, arguments in received:
+            self._handle(sender, method, arguments)
+        self._table.expire()
+        self._retry_puts()
+        self._wake()
+        self._time_out()
+        self._next_work = None
+        if (seconds := self._seconds_to_deadline()) is not None:
+            self._next_work = self._loop.call_later(seconds, self._work)
+
+    def _seconds_to_deadline(self) -> float | None:
         deadlines = [claim.deadline for waiting in self._claims.values() for claim in waiting]
         deadlines += [put.deadline for put in self._puts]
         if self._claims and (expiry := self._table.next_expiry()) is not None:
             deadlines.append(expiry)
-        return max(0, int(1000 * (min(deadlines) - time.monotonic())) + 1) if deadlines else None
+        return max(0.0, min(deadlines) - time.monotonic()) if deadlines else None
 
-    def _receive(self) -> list[tuple[Sender, str, tuple[Any, ...]]]:
-        """Requests that have come, possibly none.
+    def _receive(self, connection: ServerConnection, message: Any) -> None:
+        """A request has come.
 
-        All of them are signs of life, and seen as such before the first is answered: if this process was held up for
-        long, no lease ends whose holder's request was waiting.
+        It is a sign of life, and seen as such before the first of those that came at the same time is answered: if
+        this process was held up for long, no lease ends whose holder's request was waiting.
         """
-        received: list[tuple[Sender, str, tuple[Any, ...]]] = []
-        timeout = self._milliseconds_to_deadline()
-        while len(received) < _MOST_AT_ONCE and self._socket.poll(0 if received else timeout):
-            identity, message = self._socket.recv_multipart()
-            number, holder, method, arguments = pickle.loads(message)
-            self._table.renew(holder)
-            received.append((Sender(identity, number, holder), method, arguments))
-        return received
+        number, holder, method, arguments = message
+        self._table.renew(holder)
+        if not self._received:
+            if self._next_work is not None:
+                self._next_work.cancel()
+            self._next_work = self._loop.call_soon(self._work)  # after all that can be received now
+        self._received.append((Sender(connection, number, holder), method, arguments))
+
+    def _lost(self, connection: ServerConnection) -> None:
+        """Nobody waits for these answers any more."""
+        self._puts = [put for put in self._puts if put.sender.connection is not connection]
+        for key, waiting in list(self._claims.items()):
+            self._keep_waiting(key, [claim for claim in waiting if claim.sender.connection is not connection])
+
+    def _keep_waiting(self, key: tuple[int, str], claims: list[_Claim]) -> None:
+        if claims:
+            self._claims[key] = claims
+        else:
+            self._claims.pop(key, None)
 
     def _handle(self, sender: Sender, method: str, arguments: tuple[Any, ...]) -> None:
         try:
@@ -113,8 +146,10 @@ class DockServer:
                 self._answer(sender, answer)
 
     def _answer(self, sender: Sender, answer: Any, ok: bool = True) -> None:
-        freed = self._table.take_freed(sender.holder)
-        self._socket.send_multipart((sender.identity, pickle.dumps((sender.number, ok, answer, freed), protocol=5)))
+        if not sender.connection.is_closed:
+            sender.connection.send((sender.number, ok, answer, self._table.take_freed(sender.holder)))
+        elif isinstance(answer, Claim):
+            self._table.release(answer.iteration, answer.lease)  # nobody would ever acknowledge its rows
 
     # --- requests
 
@@ -226,9 +261,7 @@ class DockServer:
         """Try the waiting claims whose turn may have come."""
         while woken := self._table.take_woken():  # a claim that is answered may end others
             for key in woken:
-                still = [claim for claim in self._claims.pop(key, []) if not self._settle(claim)]
-                if still:
-                    self._claims[key] = still
+                self._keep_waiting(key, [claim for claim in self._claims.get(key, []) if not self._settle(claim)])
 
     def _settle(self, waiting: _Claim) -> bool:
         try:
@@ -256,9 +289,7 @@ class DockServer:
                 )
                 self._end(claim, DockTimeout(message), ok=False)
             if late:
-                self._claims[key] = [claim for claim in waiting if claim not in late]
-                if not self._claims[key]:
-                    del self._claims[key]
+                self._keep_waiting(key, [claim for claim in waiting if claim not in late])
         for put in [put for put in self._puts if put.deadline <= now]:
             self._puts.remove(put)
             message = self._table.describe_put_wait(put.arguments[0], put.arguments[4], now - put.since)

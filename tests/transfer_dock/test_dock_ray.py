@@ -9,11 +9,11 @@ import time
 import pytest
 import ray
 import torch
-import zmq
 
 from mindspeed_rl.common.errors import DockError, DockTimeout, RowsLost
 from mindspeed_rl.transfer_dock.ray_dock import RayTransferDock
 from mindspeed_rl.transfer_dock.spec import NOT_YET, ColumnSpec, ConsumerSpec, DockSpec
+from mindspeed_rl.transfer_dock.wire import Connection
 
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import a test module
 LARGE = 4_000_000  # int64: 32 MB a row
@@ -290,14 +290,13 @@ def test_a_snapshot_goes_on_without_what_died_with_its_process():
 def test_no_tensor_passes_through_the_controller(monkeypatch):
     dock = make_dock()
     sizes = {}
-    send = zmq.Socket.send
+    send = Connection.send
 
-    def record(socket, data, *arguments, **options):
-        method = pickle.loads(data)[2]
-        sizes[method] = max(sizes.get(method, 0), len(data))
-        return send(socket, data, *arguments, **options)
+    def record(connection, message, look):
+        sizes[message[2]] = max(sizes.get(message[2], 0), len(pickle.dumps(message)))
+        return send(connection, message, look)
 
-    monkeypatch.setattr(zmq.Socket, "send", record)
+    monkeypatch.setattr(Connection, "send", record)
     dock.begin(0, 4, 1, 4)
     dock.put(0, range(4), {"seed": [1, 2, 3, 4]})
     claim = dock.claim("make", 0, 4)
