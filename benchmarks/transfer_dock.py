@@ -1,7 +1,9 @@
 """The TransferDock against its limit (bare Ray) and its peer (PyPI `transferqueue`), in one run.
 
-    python benchmarks/transfer_dock.py           # everything
-    python benchmarks/transfer_dock.py --quick   # to see that all of it works: small, few repetitions, writes nothing
+    python benchmarks/transfer_dock.py                     # everything
+    python benchmarks/transfer_dock.py --only idle         # wake-up, memory, metadata: needs an idle machine; minutes
+    python benchmarks/transfer_dock.py --only throughput   # whole iterations: half an hour
+    python benchmarks/transfer_dock.py --quick             # to see that all works: small, few repetitions, not written
 
 The peer needs `pip install --no-deps -r requirements/benchmarks.txt`; without it, its figures are left out and the
 records say so.
@@ -87,19 +89,19 @@ class Case:
         return self.seconds(plane, read) / self.seconds("dock_packed" if plane == "ray" else "dock", read)
 
 
-def measure(settings: Settings, with_queue: bool) -> list[Record]:
-    """All records. Starts a Ray of its own; the idle measurements come before anything else runs in it."""
+def measure_idle(settings: Settings) -> list[Record]:
+    """What is measured while nothing else runs. Starts a Ray of its own."""
     with cluster(reserve(settings)):
-        records = [
-            *wake_up_records(settings),
-            *memory_records(settings),
-            *metadata_records(settings),
-        ]
+        return [*wake_up_records(settings), *memory_records(settings), *metadata_records(settings)]
+
+
+def measure_throughput(settings: Settings, with_queue: bool) -> list[Record]:
+    """Whole iterations. Starts a Ray of its own."""
+    with cluster(reserve(settings)):
         cases = list(run_cases(settings, with_queue))
     headlines = [case for case in cases if case.batch_rows == case.workload.samples]
     return [
         *(record for case in headlines for record in headline_records(case)),
-        *records,
         *(record for case in cases for record in case_records(case)),
     ]
 
@@ -223,15 +225,22 @@ def _rates(case: Case, name: str, read: bool, seconds: Callable[[Round], float])
 
 
 def main() -> None:
-    """Run and publish."""
+    """Run and publish, each part in a file of its own."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="small and few repetitions; prints, writes nothing")
-    quick = parser.parse_args().quick
+    parser.add_argument("--only", choices=("idle", "throughput"), help="measure one of the two parts")
+    arguments = parser.parse_args()
+    settings = QUICK if arguments.quick else FULL
+    if arguments.only != "throughput":
+        records = measure_idle(settings)
+        publish("transfer_dock_idle-cpu", records, cpu_name(), write=not arguments.quick)
+    if arguments.only == "idle":
+        return
     with_queue = importlib.util.find_spec("transfer_queue") is not None
     if not with_queue:
         print(ABSENT, file=sys.stderr)
-    records = measure(QUICK if quick else FULL, with_queue)
-    publish("transfer_dock-cpu", records, cpu_name(), write=not quick)
+    records = measure_throughput(settings, with_queue)
+    publish("transfer_dock-cpu", records, cpu_name(), write=not arguments.quick)
 
 
 if __name__ == "__main__":

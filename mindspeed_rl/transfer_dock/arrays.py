@@ -6,13 +6,25 @@ from collections.abc import Sequence
 
 import numpy as np
 
+_MANY = 256  # with fewer, to look takes longer than it saves
+
 
 def as_index(numbers: np.ndarray) -> np.ndarray | slice:
-    """An index for these numbers: a slice where they follow each other, as numpy is far faster with those."""
+    """An index for these numbers: a slice where many follow each other, as numpy is far faster with those."""
     size = len(numbers)
-    if size and numbers[-1] - numbers[0] == size - 1 and (numbers[1:] > numbers[:-1]).all():
+    if size >= _MANY and numbers[-1] - numbers[0] == size - 1 and (numbers[1:] > numbers[:-1]).all():
         return slice(int(numbers[0]), int(numbers[-1]) + 1)
     return numbers
+
+
+def counted(numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The different numbers in the order in which they occur first, and how often each does."""
+    if (numbers[1:] >= numbers[:-1]).all():  # ascending: faster than to sort again
+        starts = np.concatenate(([0], np.flatnonzero(numbers[1:] != numbers[:-1]) + 1))
+        return numbers[starts], np.diff(starts, append=len(numbers))
+    different, first, counts = np.unique(numbers, return_index=True, return_counts=True)
+    order = np.argsort(first)
+    return different[order], counts[order]
 
 
 def members(groups: Sequence[int] | np.ndarray, size: int) -> np.ndarray:
@@ -25,12 +37,8 @@ class Shared:
     """One array for equal ones: then they are pickled once, and what is derived from them is computed once."""
 
     def __init__(self) -> None:
-        self._known: list[np.ndarray] = []
+        self._known: dict[bytes, np.ndarray] = {}
 
     def __call__(self, array: np.ndarray) -> np.ndarray:
-        """An equal array that was given before, else this one."""
-        for known in self._known:
-            if known is array or np.array_equal(known, array):
-                return known
-        self._known.append(array)
-        return array
+        """An equal int64 array that was given before, else this one."""
+        return self._known.setdefault(array.tobytes(), array)

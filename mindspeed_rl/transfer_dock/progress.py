@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from mindspeed_rl.common.errors import DockError
-from mindspeed_rl.transfer_dock.arrays import as_index, members
+from mindspeed_rl.transfer_dock.arrays import as_index, counted, members
 from mindspeed_rl.transfer_dock.queues import NO_UNITS, DealOut, OrderedQueue, ReadinessQueue, WorkQueue, owners
 from mindspeed_rl.transfer_dock.spec import ConsumerSpec
 
@@ -115,9 +115,8 @@ class Progress:
         units = self.units_of(rows)
         if self.unit_rows == 1:
             return self._subtract(units, values)
-        units, first, count = np.unique(units, return_index=True, return_counts=True)
-        as_put = np.argsort(first)
-        return self._subtract(units[as_put], values * count[as_put])
+        units, counts = counted(units)
+        return self._subtract(units, values * counts)
 
     def _subtract(self, units: np.ndarray, values: int | np.ndarray) -> bool:
         """These units, all different, got so many values."""

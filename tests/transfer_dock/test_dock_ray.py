@@ -1,9 +1,14 @@
 """What only the dock over Ray has to show: processes, shared memory, deaths."""
 
+import asyncio
+import contextlib
+import dataclasses
 import os
 import pickle
 import signal
+import socket
 import sys
+import threading
 import time
 
 import pytest
@@ -13,7 +18,7 @@ import torch
 from mindspeed_rl.common.errors import DockError, DockTimeout, RowsLost
 from mindspeed_rl.transfer_dock.ray_dock import RayTransferDock
 from mindspeed_rl.transfer_dock.spec import NOT_YET, ColumnSpec, ConsumerSpec, DockSpec
-from mindspeed_rl.transfer_dock.wire import Connection
+from mindspeed_rl.transfer_dock.wire import Connection, Endpoint, ServerConnection, listen
 
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import a test module
 LARGE = 4_000_000  # int64: 32 MB a row
@@ -323,3 +328,90 @@ def test_rows_granted_to_a_claim_that_was_given_up_are_released():
     dock.stats()
     claim = dock.claim("train", 0, 1, timeout=20)
     assert claim.rows == (0,)
+
+
+def test_rows_granted_to_a_connection_that_is_gone_are_released():
+    dock = make_dock()
+    dock.begin(0, 1, 1, 1)
+    waiting = threading.Thread(target=lambda: suppressed(lambda: dock.claim("train", 0, 1, timeout=5)), daemon=True)
+    connections = []
+    connect = Connection.__init__
+
+    def remember(connection, *arguments):
+        connections.append(connection)
+        connect(connection, *arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Connection, "__init__", remember)
+        waiting.start()
+        while not connections or not dock.stats():
+            time.sleep(0.05)
+        time.sleep(0.2)  # for its claim to be sent
+    connections[0]._socket.shutdown(socket.SHUT_RDWR)
+    waiting.join()
+    dock.put(0, [0], {"tokens": [torch.arange(3)]})
+    assert dock.claim("train", 0, 1, timeout=20).rows == (0,)
+
+
+def suppressed(call):
+    with contextlib.suppress(DockError):
+        call()
+
+
+def ask_often(connection):
+    """The other side closes it, sooner or later."""
+    for _ in range(10):
+        connection.send((2, "client", "stats", ()), pytest.fail)
+        connection.receive(pytest.fail)
+
+
+def test_who_does_not_know_the_key_is_not_listened_to():
+    dock = make_dock()
+    endpoint = dock._endpoint
+    stranger = Connection(dataclasses.replace(endpoint, key=b"guessed"), pytest.fail, 10.0)
+    with pytest.raises(OSError):  # noqa: PT011 - which one, depends on who is first
+        ask_often(stranger)
+    dock.begin(0, 1, 1, 1)  # the others go on
+
+
+def test_what_cannot_be_unpickled_ends_the_connection_and_nothing_else():
+    dock = make_dock()
+    client = Connection(dock._endpoint, pytest.fail, 10.0)
+    client.send((1, "client", "stats", ()), pytest.fail)
+    assert client.receive(pytest.fail)[:2] == (1, True)
+    client._unsent = (8).to_bytes(8, "little") + b"nonsense"
+    with pytest.raises(OSError):  # noqa: PT011
+        ask_often(client)
+    dock.begin(0, 1, 1, 1)
+
+
+def test_messages_arrive_whole_whatever_pieces_they_come_in():
+    listener = listen()
+    received = []
+    texts = ["x" * size for size in (0, 1, 70_000, 3)]
+
+    async def serve():
+        loop = asyncio.get_running_loop()
+        done = loop.create_future()
+
+        def receive(connection, message):
+            received.append(message)
+            connection.send(message)
+            if len(received) == len(texts):
+                loop.call_later(0.5, done.set_result, None)
+
+        server = await loop.create_server(lambda: ServerConnection(b"key", receive, lambda _: None), sock=listener)
+        async with server:
+            await done
+
+    thread = threading.Thread(target=lambda: asyncio.run(serve()))
+    thread.start()
+    client = Connection(Endpoint("localhost", listener.getsockname()[1], b"key"), pytest.fail, 10.0)
+    frames = [pickle.dumps(text, protocol=5) for text in texts]
+    stream = client._unsent + b"".join(len(frame).to_bytes(8, "little") + frame for frame in frames)
+    for start in range(0, len(stream), 997):
+        client._socket.sendall(stream[start : start + 997])
+    client._unsent = b""
+    assert [client.receive(pytest.fail) for _ in texts] == texts
+    thread.join()
+    assert received == texts
