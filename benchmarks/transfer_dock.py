@@ -3,7 +3,7 @@
     python benchmarks/transfer_dock.py                     # everything
     python benchmarks/transfer_dock.py --only idle         # wake-up, memory, metadata: needs an idle machine; minutes
     python benchmarks/transfer_dock.py --only throughput   # whole iterations: half an hour
-    python benchmarks/transfer_dock.py --quick             # to see that all works: small, few repetitions, not written
+    python benchmarks/transfer_dock.py --quick             # to see that all works: small, not written
 
 The peer needs `pip install --no-deps -r requirements/benchmarks.txt`; without it, its figures are left out and the
 records say so.
