@@ -8,8 +8,36 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from fractions import Fraction
+from itertools import accumulate
 
-from mindspeed_rl.config.schema import Config
+from mindspeed_rl.config.schema import Config, MegatronConfig
+
+Chunks = tuple[tuple[range, ...], ...]
+"""Layers (indices in the whole model) of each pipeline stage's model chunks; one chunk without interleaving."""
+
+
+def pipeline_chunks(num_layers: int, actor: MegatronConfig) -> Chunks:
+    """The pipeline stages of a configuration that has passed the rules.
+
+    Without `num_layer_list` the layers, and the empty positions `noop_layers` between them, are divided evenly: the
+    c-th chunk of stage s has the (c * PP + s)-th part of them.
+    """
+    pp = actor.pipeline_model_parallel_size
+    if actor.num_layer_list is not None:
+        ends = list(accumulate(actor.num_layer_list))
+        return tuple((range(end - count, end),) for end, count in zip(ends, actor.num_layer_list, strict=True))
+    empty = actor.noop_layers or ()
+    positions = num_layers + len(empty)
+    per_chunk = actor.num_layers_per_virtual_pipeline_stage or positions // pp
+
+    def layers_before(position: int) -> int:
+        return position - sum(noop < position for noop in empty)
+
+    def chunk(number: int) -> range:
+        return range(layers_before(number * per_chunk), layers_before((number + 1) * per_chunk))
+
+    chunks = positions // (pp * per_chunk)
+    return tuple(tuple(chunk(c * pp + stage) for c in range(chunks)) for stage in range(pp))
 
 
 @dataclass(frozen=True)

@@ -70,6 +70,12 @@ LAYOUTS = [
     layout(2, 3, **{TP: 2}, sequence_parallel=True),
     layout(2, **{PP: 2}),
     layout(4, 3, **{TP: 2, PP: 2}),
+    layout(2, 3, **{PP: 2}, num_layers_per_virtual_pipeline_stage=1),  # 3 micro-batches: one empty one is added
+    layout(4, 2, **{PP: 2}, num_layers_per_virtual_pipeline_stage=1, overlap_grad_reduce=True, overlap_param_gather=True),
+    layout(2, **{PP: 2}, num_layer_list="3,1"),
+    layout(2, **{PP: 2}, noop_layers="1,3"),
+    layout(2, overlap_grad_reduce=True),
+    layout(2, overlap_grad_reduce=True, overlap_param_gather=True),
     layout(4, max_tokens=CAP, **{PP: 2}),
     layout(1, 4, recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1),
     layout(1, 4, recompute_granularity="selective"),
@@ -121,6 +127,7 @@ def train(rank: int, folder: str, settings: dict[str, Any], micro: Micro, steps:
     device = make_device("cpu")
     device.install()
     from mindspeed_rl.engine.megatron.engine import MegatronEngine, initialize_parallel_state
+    from mindspeed_rl.engine.megatron.model import named_parameters
 
     with open(f"{folder}/config.json") as file:
         model = ModelConfig.from_hf(json.load(file))
@@ -143,7 +150,10 @@ def train(rank: int, folder: str, settings: dict[str, Any], micro: Micro, steps:
     for step in range(steps):
         result["metrics"].append(engine.train_mini_batch(mine, loss, chosen, TEMPERATURE, entropy=True))
         if step == 0 and (engine.data_parallel_size == 1 or not cfg.use_distributed_optimizer):
-            result["gradients"] = {n: p.main_grad.clone() for n, p in engine.actor.module.named_parameters()}
+            result["gradients"] = {
+                name: parameter.main_grad.clone()
+                for name, parameter in named_parameters([chunk.module for chunk in engine.actor], engine.layout)
+            }
     result["weights"] = {name: tensor.clone() for name, tensor in engine.export_weights(1 << 14)}
     return result
 
@@ -164,7 +174,7 @@ def merged(results: list[dict[str, Any]], step: int) -> dict[str, float]:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     # tied embeddings: the case in which pipeline stages share a weight and its gradient
-    return str(make_tiny_model(tmp_path_factory.mktemp("model") / "tied", tie=True))
+    return str(make_tiny_model(tmp_path_factory.mktemp("model") / "tied", tie=True, layers=4))
 
 
 @pytest.fixture(scope="module")

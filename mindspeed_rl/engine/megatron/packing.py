@@ -10,6 +10,9 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from mindspeed_rl.types import RolloutBatch
 
 
+_NOTHING = torch.empty(0, dtype=torch.int64)
+
+
 @dataclass(frozen=True)
 class PackedMicroBatch:
     """A micro-batch on the device, `B` sequences in `T` tokens without padding between them."""
@@ -23,10 +26,13 @@ class PackedMicroBatch:
 
 
 def pack(batch: RolloutBatch, device: torch.device, multiple: int = 1) -> PackedMicroBatch:
-    """Pack `batch`; `T` is rounded up to `multiple` with one sequence of padding at the end."""
+    """Pack `batch`; `T` is rounded up to `multiple` with one sequence of padding at the end.
+
+    No sequence at all gives `multiple` tokens of padding: it does nothing but keep a pipeline in step.
+    """
     sequences = [torch.cat(pair) for pair in zip(batch.prompts, batch.responses, strict=True)]
     lengths = [len(sequence) for sequence in sequences]
-    padding = -sum(lengths) % multiple
+    padding = -sum(lengths) % multiple if lengths else multiple
     if padding:
         sequences.append(torch.zeros(padding, dtype=torch.int64))
     starts = torch.tensor([0, *(len(sequence) for sequence in sequences)]).cumsum(0)
@@ -47,6 +53,6 @@ def pack(batch: RolloutBatch, device: torch.device, multiple: int = 1) -> Packed
             max_seqlen_q=longest,
             max_seqlen_kv=longest,
         ),
-        predictors=torch.cat(predictors).to(device),
-        targets=torch.cat(batch.responses).to(device),
+        predictors=torch.cat([_NOTHING, *predictors]).to(device),
+        targets=torch.cat([_NOTHING, *batch.responses]).to(device),
     )
