@@ -48,13 +48,13 @@ def estimate_memory(cfg: Config, model: ModelConfig, layout: Layout) -> MemoryEs
 
     With P parameters on the device (`stage_parameters`), w bytes each (2 with bf16, else 4):
     weights P w; gradients 4 P (Megatron reduces in float32); Adam moments 8 P, and 4 P float32 main weights with
-    bf16, both divided by DP with the distributed optimizer; reference P w when `init_kl_coef` > 0.
+    bf16, both divided by DP x CP with the distributed optimizer; reference P w when `init_kl_coef` > 0.
     """
     actor, rl, generate = cfg.actor, cfg.rl_config, cfg.generate_config
     width = 2 if actor.bf16 else FLOAT32
     parameters = stage_parameters(cfg, model, layout)
     weights, gradients = parameters * width, parameters * FLOAT32
-    shards = layout.dp if actor.use_distributed_optimizer else 1
+    shards = layout.dp * layout.cp if actor.use_distributed_optimizer else 1
     optimizer = parameters * (12 if actor.bf16 else 8) // shards
     reference = weights if rl.init_kl_coef > 0 else 0
     shared = (
@@ -97,10 +97,13 @@ def stage_parameters(cfg: Config, model: ModelConfig, layout: Layout) -> int:
 
 
 def micro_batch_tokens(cfg: Config, layout: Layout) -> int:
-    """Most tokens of a micro-batch of the update: its cap, or a fixed number of sequences of full length."""
+    """Most tokens of a micro-batch of the update on a device.
+
+    The cap of a micro-batch, or a fixed number of sequences of full length, divided by context parallelism.
+    """
     mini_batch = layout.sequences_per_mini_batch_per_rank * cfg.actor.seq_length
     fixed = cfg.actor.micro_batch_size * cfg.actor.seq_length
-    return min(cfg.rl_config.max_packing_token_size or fixed, mini_batch)
+    return -(-min(cfg.rl_config.max_packing_token_size or fixed, mini_batch) // layout.cp)
 
 
 def activation_bytes(cfg: Config, model: ModelConfig, layout: Layout) -> int:
@@ -133,7 +136,8 @@ def activation_bytes(cfg: Config, model: ModelConfig, layout: Layout) -> int:
     stages_full = float(layout.pp)
     if actor.num_layers_per_virtual_pipeline_stage:
         stages_full += (layout.pp - 1) * actor.num_layers_per_virtual_pipeline_stage / layers
-    in_flight = min(stages_full * tokens, layout.sequences_per_mini_batch_per_rank * actor.seq_length)
+    mini_batch = layout.sequences_per_mini_batch_per_rank * actor.seq_length / layout.cp
+    in_flight = min(stages_full * tokens, mini_batch)
     return int((in_flight * kept + tokens * redone) * (2 if actor.bf16 else FLOAT32))
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from mindspeed_rl.common.errors import Violation
 from mindspeed_rl.config.files import actor_path
-from mindspeed_rl.config.layout import pipeline_chunks
+from mindspeed_rl.config.layout import model_parallel, pipeline_chunks
 from mindspeed_rl.config.model import ModelConfig
-from mindspeed_rl.config.rule import PP, TP, WORLD, Found, divides, model_parallel, near_multiples, rule
+from mindspeed_rl.config.rule import CP, PP, TP, WORLD, Found, divides, near_multiples, rule
 from mindspeed_rl.config.schema import Config
 
 LAYER_LIST, NOOP = "actor.num_layer_list", "actor.noop_layers"
@@ -16,12 +16,13 @@ INFER_TP = "generate_config.infer_tensor_parallel_size"
 OFFLOADS = ("offload_train_optimizer", "offload_train_grad", "offload_train_param", "offload_reference")
 
 
-@rule(WORLD, TP, PP)
+@rule(WORLD, TP, CP, PP)
 def world_holds_training_layout(cfg: Config) -> Found:
-    world, tp, pp = cfg.rl_config.actor_resource.num_npus, *model_parallel(cfg)
-    if world % (tp * pp):
-        message = f"is not a multiple of TP x PP = {tp} x {pp} (tensor_ x pipeline_model_parallel_size)"
-        yield Violation(WORLD, world, message, f"possible: {near_multiples(world, tp * pp)}")
+    world, (tp, cp, pp) = cfg.rl_config.actor_resource.num_npus, model_parallel(cfg)
+    if world % (tp * cp * pp):
+        names = "tensor_model_ x context_ x pipeline_model_parallel_size"
+        message = f"is not a multiple of TP x CP x PP = {tp} x {cp} x {pp} ({names})"
+        yield Violation(WORLD, world, message, f"possible: {near_multiples(world, tp * cp * pp)}")
 
 
 @rule(WORLD, ROLLOUT_RESOURCE, INFER_TP)
@@ -56,6 +57,17 @@ def training_tp_divides_model(cfg: Config, model: ModelConfig) -> Found:
     path, tp = actor_path(cfg, "tensor_model_parallel_size"), cfg.actor.tensor_model_parallel_size
     for key in ("num_attention_heads", "num_query_groups", "ffn_hidden_size"):
         yield from divides(f"the model's {key}", getattr(model, key), path, tp)
+
+
+@rule(TP, CP, needs_model=True)
+def context_parallel_divides_heads(cfg: Config, model: ModelConfig) -> Found:
+    """Each rank attends with some of the heads that its tensor-parallel rank has."""
+    path, (tp, cp, _) = actor_path(cfg, "context_parallel_size"), model_parallel(cfg)
+    heads, groups = model.num_attention_heads // tp, model.num_query_groups // tp
+    yield from divides("the attention heads of a tensor-parallel rank", heads, path, cp)
+    if groups and groups % cp and cp % groups:  # key/value heads are repeated a whole number of times
+        message = f"neither divides nor is a multiple of the {groups} key/value heads of a tensor-parallel rank"
+        yield Violation(path, cp, message, f"possible: {near_multiples(cp, groups)}")
 
 
 @rule(INFER_TP, needs_model=True)

@@ -77,7 +77,10 @@ class MegatronConfig(Section):
         description="positions left empty when the layers are divided evenly over the stages, such as `61,62,63` for 61 "
         "layers over 16 stages; they cost nothing",
     )
-    context_parallel_size: Count = Field(1, description="devices that share a sequence; only 1 in this version")
+    context_parallel_size: Count = Field(1, description="devices that share the tokens of a micro-batch (CP)")
+    context_parallel_algo: Literal["ulysses_cp_algo"] = Field(
+        "ulysses_cp_algo", description="how they attend to each other's tokens: each takes all tokens of some heads"
+    )
     expert_model_parallel_size: Count = Field(1, description="devices that share the experts; only 1 in this version")
     sequence_parallel: Switch = Field(False, description="divide activations outside attention and MLP over TP too")
     use_distributed_optimizer: Switch = Field(True, description="shard optimizer state over data-parallel ranks")

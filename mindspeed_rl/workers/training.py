@@ -47,7 +47,7 @@ class Training:
             self.layout.model_replicas(),
             self.rank,
             context.collective_minutes,
-            leader=lambda members: members[-self.layout.tp],
+            leader=lambda members: members[-self.layout.tp * self.layout.cp],
         )
         initialize_parallel_state(self.config.actor)
         self.engine: TrainingEngine = MegatronEngine(

@@ -21,11 +21,12 @@ from mindspeed_rl.config.report import print_report
 from mindspeed_rl.config.schema import MegatronConfig
 
 
-def make_layout(tp: int, pp: int, dp: int, infer_tp: int) -> Layout:
-    world = tp * pp * dp
+def make_layout(tp: int, pp: int, dp: int, infer_tp: int, cp: int = 1) -> Layout:
+    world = tp * cp * pp * dp
     return Layout(
         world=world,
         tp=tp,
+        cp=cp,
         pp=pp,
         dp=dp,
         infer_tp=infer_tp,
@@ -41,18 +42,20 @@ def make_layout(tp: int, pp: int, dp: int, infer_tp: int) -> Layout:
 
 
 SMALL = [
-    make_layout(tp, pp, dp, infer_tp)
-    for tp, pp, dp in itertools.product((1, 2, 3, 4), repeat=3)
-    for infer_tp in range(1, tp * pp * dp + 1)
-    if tp * pp * dp <= 16 and tp * pp * dp % infer_tp == 0
+    make_layout(tp, pp, dp, infer_tp, cp)
+    for tp, pp, dp, cp in itertools.product((1, 2, 3, 4), (1, 2, 3, 4), (1, 2, 3, 4), (1, 2))
+    for infer_tp in range(1, tp * cp * pp * dp + 1)
+    if tp * cp * pp * dp <= 16 and tp * cp * pp * dp % infer_tp == 0
 ]
 
 
-@pytest.mark.parametrize("layout", SMALL, ids=lambda x: f"tp{x.tp}-pp{x.pp}-dp{x.dp}-infer{x.infer_tp}")
+@pytest.mark.parametrize("layout", SMALL, ids=lambda x: f"tp{x.tp}-cp{x.cp}-pp{x.pp}-dp{x.dp}-infer{x.infer_tp}")
 def test_every_small_layout(layout):
     ranks = range(layout.world)
-    places = list(itertools.product(range(layout.pp), range(layout.dp), range(layout.tp)))  # tp runs fastest
-    assert [(layout.pp_rank(r), layout.dp_rank(r), layout.tp_rank(r)) for r in ranks] == places
+    sizes = (layout.pp, layout.dp, layout.cp, layout.tp)
+    places = list(itertools.product(*map(range, sizes)))  # tp runs fastest
+    found = [(layout.pp_rank(r), layout.dp_rank(r), layout.cp_rank(r), layout.tp_rank(r)) for r in ranks]
+    assert found == places
 
     replicas = [set(replica) for replica in layout.model_replicas()]
     assert replicas == [{r for r in ranks if layout.dp_rank(r) == d} for d in range(layout.dp)]
@@ -190,6 +193,17 @@ def test_recomputation_and_sequence_parallel_save_activations():
     assert uniform == pytest.approx(2 * 4096 * 2 * (28 * hidden + 4 * hidden + heads + mlp))
 
 
+def test_context_parallelism_divides_tokens_and_optimizer_state():
+    layout = ["actor_config.tensor_model_parallel_size=2", "rl_config.actor_resource.num_npus=8"]
+    sizes = {
+        cp: estimate_memory(*loaded("grpo_trainer_qwen25_7b", *layout, f"actor_config.context_parallel_size={cp}"))
+        for cp in (1, 2)
+    }
+    assert sizes[2].logits * 2 == sizes[1].logits
+    assert sizes[2].activations * 2 == pytest.approx(sizes[1].activations)
+    assert (sizes[2].optimizer, sizes[2].weights) == (sizes[1].optimizer, sizes[1].weights)  # DP 4, or DP 2 x CP 2
+
+
 def test_logits_are_counted_twice_in_float32():
     cfg, model, layout = loaded("grpo_trainer_qwen25_7b")
     assert logit_bytes(cfg, model, layout) == 2 * 4 * (2 * 4096) * 152064 // 4
@@ -231,6 +245,13 @@ def test_layers_of_pipeline_stages():
     assert chunks(4, **pp, noop_layers=[1, 5]) == [[[0, 1]], [[2, 3]]]
     assert chunks(3, **pp, noop_layers=3) == [[[0, 1]], [[2]]]
     assert chunks(7, **pp, noop_layers="7", num_layers_per_virtual_pipeline_stage=2) == [[[0, 1], [4, 5]], [[2, 3], [6]]]
+
+
+def test_the_report_shows_the_layers_of_every_stage():
+    console = Console(file=io.StringIO(), width=200)
+    overrides = ["pipeline_model_parallel_size=2", "num_layers_per_virtual_pipeline_stage=7"]
+    print_report(load_config("grpo_trainer_qwen25_7b", [f"actor_config.{o}" for o in overrides])[0], console)
+    assert "Layers of the pipeline stages: 0-6, 14-20 | 7-13, 21-27" in console.file.getvalue()
 
 
 def test_memory_is_that_of_the_largest_stage_and_of_interleaving():

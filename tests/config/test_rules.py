@@ -58,7 +58,7 @@ EXAMPLES = {
     ),
     "world_holds_training_layout": (
         ["rl_config.actor_resource.num_npus=6", "generate_config.infer_tensor_parallel_size=1"],
-        "rl_config.actor_resource.num_npus", 6, "TP x PP = 4 x 1", "4 or 8",
+        "rl_config.actor_resource.num_npus", 6, "TP x CP x PP = 4 x 1 x 1", "4 or 8",
     ),
     "world_holds_rollout_layout": (
         ["generate_config.infer_tensor_parallel_size=7"],
@@ -228,9 +228,9 @@ EXAMPLES = {
         ["device=cpu"],
         "megatron_training.bf16", True, "float32 only", "bf16: false",
     ),
-    "refuse_context_parallel_size": (
+    "context_parallel_divides_heads": (
         ["actor_config.context_parallel_size=2"],
-        "actor_config.context_parallel_size", 2, "not supported by this version", "set it to 1",
+        "actor_config.context_parallel_size", 2, "heads of a tensor-parallel rank = 7", "possible: 1, 7",
     ),
     "refuse_expert_model_parallel_size": (
         ["actor_config.expert_model_parallel_size=2"],
@@ -304,6 +304,7 @@ def test_rules_read_the_keys_they_declare():
         ["rl_config.kl_ctrl_type=adaptive", "rl_config.kl_target=0.05"],
         ["rl_config.lam=0.95", "rl_config.gamma=1.0"],
         ["actor_config.resume=auto", "actor_config.finetune=true"],
+        ["actor_config.tensor_model_parallel_size=2", "actor_config.context_parallel_size=2"],
         ["actor_config.pipeline_model_parallel_size=2", "actor_config.num_layer_list='10,18'"],
         ["actor_config.pipeline_model_parallel_size=2", "actor_config.num_layers_per_virtual_pipeline_stage=7"],
         ["actor_config.pipeline_model_parallel_size=2", "actor_config.noop_layers=[0,29]"],

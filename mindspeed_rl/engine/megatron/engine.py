@@ -27,7 +27,8 @@ from mindspeed_rl.engine.base import LossFunction, Partition
 from mindspeed_rl.engine.megatron.model import build_model, data_parallel, named_parameters
 from mindspeed_rl.engine.megatron.offload import HostMemory
 from mindspeed_rl.engine.megatron.optimizer import Optimizer
-from mindspeed_rl.engine.megatron.packing import PackedMicroBatch, pack
+from mindspeed_rl.engine.megatron.context_parallel import gather_tokens
+from mindspeed_rl.engine.megatron.packing import PackedMicroBatch, Part, pack
 from mindspeed_rl.resharding.export import Bucket, Topology, export_hf, plan_export
 from mindspeed_rl.resharding.layout import WeightLayout
 from mindspeed_rl.resharding.names import check_hf_names
@@ -39,6 +40,7 @@ def initialize_parallel_state(cfg: MegatronConfig) -> None:
     mpu.initialize_model_parallel(
         tensor_model_parallel_size=cfg.tensor_model_parallel_size,
         pipeline_model_parallel_size=cfg.pipeline_model_parallel_size,
+        context_parallel_size=cfg.context_parallel_size,
         # with interleaving there is more than one chunk; how many, each model knows
         virtual_pipeline_model_parallel_size=2 if cfg.num_layers_per_virtual_pipeline_stage else None,
         distributed_timeout_minutes=max(1, round(cfg.distributed_timeout_minutes)),
@@ -71,10 +73,13 @@ class MegatronEngine:
         self.data_parallel_rank = mpu.get_data_parallel_rank()
         self.data_parallel_size = mpu.get_data_parallel_world_size()
         last_stage = mpu.get_pipeline_model_parallel_rank() == mpu.get_pipeline_model_parallel_world_size() - 1
-        self.is_output_rank = last_stage and mpu.get_tensor_model_parallel_rank() == 0
+        first_of_stage = mpu.get_tensor_model_parallel_rank() == mpu.get_context_parallel_rank() == 0
+        self.is_output_rank = last_stage and first_of_stage
 
-        stages = pipeline_chunks(model.num_layers, cfg)
-        self.layout = WeightLayout(cfg.tensor_model_parallel_size, stages, self.data_parallel_size)
+        replicas = self.data_parallel_size * cfg.context_parallel_size
+        self.layout = WeightLayout(
+            cfg.tensor_model_parallel_size, pipeline_chunks(model.num_layers, cfg), replicas
+        )
         chunks = build_model(cfg, model, device, self.layout)
         self._load(chunks, weights)
         self.actor = data_parallel(cfg, chunks)
@@ -141,10 +146,10 @@ class MegatronEngine:
         """Run Megatron's schedule over the micro-batches; what `on_logits` gives for each, on the last stage."""
         assert sorted(chain(*micro_batches)) == list(range(len(batch))), "micro-batches hold every sequence once"
         multiple = self.cfg.tensor_model_parallel_size if self.cfg.sequence_parallel else 1
-        packed = [pack(batch.select(indices), self.device.current(), multiple) for indices in micro_batches]
+        part = Part(mpu.get_context_parallel_rank(), self.cfg.context_parallel_size, multiple)
+        packed = [pack(batch.select(indices), self.device.current(), part) for indices in micro_batches]
         if len(chunks) > 1:  # the interleaved schedule takes groups of as many micro-batches as there are stages
-            empty = [pack(batch.select([]), self.device.current(), multiple)] * (-len(packed) % self.layout.pp)
-            packed += empty
+            packed += [pack(batch.select([]), self.device.current(), part)] * (-len(packed) % self.layout.pp)
 
         def forward(iterator: Iterator[PackedMicroBatch], module: torch.nn.Module) -> tuple[torch.Tensor, Any]:
             micro = next(iterator)
@@ -165,14 +170,19 @@ class MegatronEngine:
     def _response_log_probs(
         self, micro: PackedMicroBatch, logits: torch.Tensor, temperature: float, entropy: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        return vocab_parallel_log_probs(
+        """Of all response tokens [R], on every rank of the last stage."""
+        log_probs, entropies = vocab_parallel_log_probs(
             logits[0, micro.predictors],
-            micro.targets,
+            micro.targets[micro.predicted],
             mpu.get_tensor_model_parallel_group(),
             self.model_config.vocab_size,
             temperature=temperature,
             with_entropy=entropy,
         )
+        if self.cfg.context_parallel_size == 1:
+            return log_probs, entropies
+        of_all = partial(gather_tokens, micro.predicted, len(micro.targets), mpu.get_context_parallel_group())
+        return of_all(log_probs), None if entropies is None else of_all(entropies)
 
     @torch.no_grad()
     def log_probs(

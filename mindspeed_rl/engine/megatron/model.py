@@ -55,6 +55,7 @@ def transformer_config(
         tensor_model_parallel_size=cfg.tensor_model_parallel_size,
         pipeline_model_parallel_size=pp,
         virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None,
+        context_parallel_size=cfg.context_parallel_size,
         sequence_parallel=cfg.sequence_parallel,
         # micro-batches are packed: their token counts differ, so stages tell each other the shapes
         variable_seq_lengths=pp > 1,
