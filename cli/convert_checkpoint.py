@@ -27,7 +27,7 @@ from mindspeed_rl.common.command_line import run_command
 from mindspeed_rl.common.errors import CheckpointError
 from mindspeed_rl.config.model import ModelConfig
 from mindspeed_rl.resharding.layout import WeightLayout
-from mindspeed_rl.resharding.names import check_hf_names
+from mindspeed_rl.resharding.names import check_hf_names, parameter_table
 
 
 def build_parser() -> argparse.ArgumentParser:

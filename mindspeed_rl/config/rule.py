@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from mindspeed_rl.common.errors import Violation
-from mindspeed_rl.config.schema import Config
 
 Found = Iterator[Violation]
 WORLD = "rl_config.actor_resource.num_npus"

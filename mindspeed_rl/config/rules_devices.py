@@ -101,9 +101,8 @@ def pipeline_divides_layers(cfg: Config, model: ModelConfig) -> Found:
 def _list_fits(cfg: Config, layers: tuple[int, ...], model: ModelConfig) -> Found:
     path, pp = actor_path(cfg, "num_layer_list"), cfg.actor.pipeline_model_parallel_size
     if len(layers) != pp or min(layers) < 1 or sum(layers) != model.num_layers:
-        message = (
-            f"must be {pp} numbers above 0 (one a pipeline stage) that add up to the model's {model.num_layers} layers"
-        )
+        total = f"the model's {model.num_layers} layers"
+        message = f"must be {pp} numbers above 0 (one a pipeline stage) that add up to {total}"
         yield Violation(path, list(layers), message)
     for key in ("noop_layers", "num_layers_per_virtual_pipeline_stage"):
         if (value := getattr(cfg.actor, key)) is not None:

@@ -30,7 +30,6 @@ def _split(value: Any) -> Any:
     return [value] if isinstance(value, int) and not isinstance(value, bool) else value
 
 
-
 class Section(BaseModel):
     """Base of all sections: no unknown keys, immutable after validation, non-finite numbers refused."""
 
@@ -74,8 +73,8 @@ class MegatronConfig(Section):
     )
     noop_layers: Layers | None = Field(
         None,
-        description="positions left empty when the layers are divided evenly over the stages, such as `61,62,63` for 61 "
-        "layers over 16 stages; they cost nothing",
+        description="positions left empty when the layers are divided evenly over the stages, "
+        "such as `61,62,63` for 61 layers over 16 stages; they cost nothing",
     )
     context_parallel_size: Count = Field(1, description="devices that share the tokens of a micro-batch (CP)")
     context_parallel_algo: Literal["ulysses_cp_algo"] = Field(
@@ -84,7 +83,9 @@ class MegatronConfig(Section):
     expert_model_parallel_size: Count = Field(1, description="devices that share the experts; only 1 in this version")
     sequence_parallel: Switch = Field(False, description="divide activations outside attention and MLP over TP too")
     use_distributed_optimizer: Switch = Field(True, description="shard optimizer state over data-parallel ranks")
-    overlap_grad_reduce: Switch = Field(False, description="reduce gradients over data-parallel ranks during backward")
+    overlap_grad_reduce: Switch = Field(
+        False, description="reduce gradients over data-parallel ranks during backward"
+    )
     overlap_param_gather: Switch = Field(
         False, description="gather updated weights during the next forward pass; needs overlap_grad_reduce"
     )

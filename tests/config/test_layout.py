@@ -244,7 +244,10 @@ def test_layers_of_pipeline_stages():
     # positions 1 and 5 of six are empty
     assert chunks(4, **pp, noop_layers=[1, 5]) == [[[0, 1]], [[2, 3]]]
     assert chunks(3, **pp, noop_layers=3) == [[[0, 1]], [[2]]]
-    assert chunks(7, **pp, noop_layers="7", num_layers_per_virtual_pipeline_stage=2) == [[[0, 1], [4, 5]], [[2, 3], [6]]]
+    assert chunks(7, **pp, noop_layers="7", num_layers_per_virtual_pipeline_stage=2) == [
+        [[0, 1], [4, 5]],
+        [[2, 3], [6]],
+    ]
 
 
 def test_the_report_shows_the_layers_of_every_stage():

@@ -29,6 +29,10 @@ LOSS_TOLERANCE = 1e-6
 WEIGHT_TOLERANCE = 2e-5  # after two Adam steps of 1e-3, which divide by the gradient's own size
 
 
+TP, PP = "tensor_model_parallel_size", "pipeline_model_parallel_size"
+VPP = "num_layers_per_virtual_pipeline_stage"
+
+
 @dataclass(frozen=True)
 class Micro:
     """Micro-batches of `size` sequences, or of at most `max_tokens` tokens and equally many on every rank."""
@@ -53,7 +57,7 @@ class Layout:
     micro: Micro
 
     def __str__(self) -> str:
-        named = {"tensor_model_parallel_size": "TP", "pipeline_model_parallel_size": "PP", "sequence_parallel": "SP"}
+        named = {TP: "TP", PP: "PP", VPP: "VPP", "context_parallel_size": "CP", "sequence_parallel": "SP"}
         parts = [f"{named.get(key, key)}{value}" for key, value in self.settings.items()]
         return "-".join([f"world{self.world}", *parts, str(self.micro)])
 
@@ -62,7 +66,6 @@ def layout(world: int, micro_batch_size: int = 2, max_tokens: int | None = None,
     return Layout(world, settings, Micro(micro_batch_size, max_tokens))
 
 
-TP, PP = "tensor_model_parallel_size", "pipeline_model_parallel_size"
 LAYOUTS = [
     layout(2),
     layout(2, use_distributed_optimizer=False),
@@ -70,8 +73,8 @@ LAYOUTS = [
     layout(2, 3, **{TP: 2}, sequence_parallel=True),
     layout(2, **{PP: 2}),
     layout(4, 3, **{TP: 2, PP: 2}),
-    layout(2, 3, **{PP: 2}, num_layers_per_virtual_pipeline_stage=1),  # 3 micro-batches: one empty one is added
-    layout(4, 2, **{PP: 2}, num_layers_per_virtual_pipeline_stage=1, overlap_grad_reduce=True, overlap_param_gather=True),
+    layout(2, 3, **{PP: 2, VPP: 1}),  # 3 micro-batches: an empty one is added
+    layout(4, 2, **{PP: 2, VPP: 1}, overlap_grad_reduce=True, overlap_param_gather=True),
     layout(2, **{PP: 2}, num_layer_list="3,1"),
     layout(2, **{PP: 2}, noop_layers="1,3"),
     layout(2, 3, context_parallel_size=2),

@@ -1,7 +1,7 @@
 """Context parallelism after DeepSpeed-Ulysses (arXiv:2309.14509): ranks share tokens, and for attention heads.
 
-Each rank has an equal contiguous part of a packed micro-batch's tokens, wherever sequences begin and end. For attention
-an all-to-all gives it all tokens of its part of the heads, and another one takes the result back.
+Each rank has an equal contiguous part of a packed micro-batch's tokens, wherever sequences begin and end. For
+attention an all-to-all gives it all tokens of its part of the heads, and another one takes the result back.
 """
 
 from __future__ import annotations

@@ -24,10 +24,10 @@ from mindspeed_rl.config.model import ModelConfig
 from mindspeed_rl.config.schema import MegatronConfig
 from mindspeed_rl.device.base import Device
 from mindspeed_rl.engine.base import LossFunction, Partition
+from mindspeed_rl.engine.megatron.context_parallel import gather_tokens
 from mindspeed_rl.engine.megatron.model import build_model, data_parallel, named_parameters
 from mindspeed_rl.engine.megatron.offload import HostMemory
 from mindspeed_rl.engine.megatron.optimizer import Optimizer
-from mindspeed_rl.engine.megatron.context_parallel import gather_tokens
 from mindspeed_rl.engine.megatron.packing import PackedMicroBatch, Part, pack
 from mindspeed_rl.resharding.export import Bucket, Topology, export_hf, plan_export
 from mindspeed_rl.resharding.layout import WeightLayout
@@ -77,9 +77,7 @@ class MegatronEngine:
         self.is_output_rank = last_stage and first_of_stage
 
         replicas = self.data_parallel_size * cfg.context_parallel_size
-        self.layout = WeightLayout(
-            cfg.tensor_model_parallel_size, pipeline_chunks(model.num_layers, cfg), replicas
-        )
+        self.layout = WeightLayout(cfg.tensor_model_parallel_size, pipeline_chunks(model.num_layers, cfg), replicas)
         chunks = build_model(cfg, model, device, self.layout)
         self._load(chunks, weights)
         self.actor = data_parallel(cfg, chunks)

@@ -23,9 +23,7 @@ from mindspeed_rl.resharding.layout import WeightLayout
 from mindspeed_rl.resharding.names import global_name
 
 
-def transformer_config(
-    cfg: MegatronConfig, model: ModelConfig, device: Device, stages: Chunks
-) -> TransformerConfig:
+def transformer_config(cfg: MegatronConfig, model: ModelConfig, device: Device, stages: Chunks) -> TransformerConfig:
     """Megatron's configuration of `model` under the parallel layout and precision of `cfg`.
 
     Megatron divides its number of layers evenly, so it is told of as many as if every chunk were as large as the

@@ -9,7 +9,6 @@ from megatron.core.packed_seq_params import PackedSeqParams
 
 from mindspeed_rl.types import RolloutBatch
 
-
 _NOTHING = torch.empty(0, dtype=torch.int64)
 
 
@@ -35,7 +34,7 @@ class Part:
     multiple: int = 1
 
 
-def pack(batch: RolloutBatch, device: torch.device, part: Part = Part()) -> PackedMicroBatch:  # noqa: B008
+def pack(batch: RolloutBatch, device: torch.device, part: Part = Part()) -> PackedMicroBatch:
     """Pack `batch`, with one sequence of padding at the end if its `T` tokens do not divide into the parts.
 
     No sequence at all gives padding alone: it does nothing but keep a pipeline in step.
