@@ -99,6 +99,16 @@ def resume_needs_save(cfg: Config) -> Found:
         yield Violation(actor_path(cfg, "resume"), "auto", "resumes from the folder `save`, which is not set", hint)
 
 
+@rule("actor.keep_last", "actor.save_hf", "actor.save")
+def checkpoint_keys_are_used(cfg: Config) -> Found:
+    for key in ("keep_last", "save_hf"):
+        if getattr(cfg.actor, key) and not cfg.actor.save:
+            message = "is about checkpoints, and save is not set"
+            yield Violation(
+                actor_path(cfg, key), getattr(cfg.actor, key), message, "set actor_config.save, or remove it"
+            )
+
+
 @rule("run_name")
 def run_name_is_one_folder(cfg: Config) -> Found:
     """Runs lie beside each other in `output_dir`, where `latest` names the newest."""

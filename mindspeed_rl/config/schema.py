@@ -115,6 +115,10 @@ class MegatronConfig(Section):
         description="Hugging Face folder, or a checkpoint of this trainer made with the same layout as the run",
     )
     save: str | None = Field(None, description="folder for checkpoints; null: save none")
+    keep_last: Count | None = Field(None, description="newest checkpoints to keep in `save`; null: all of them")
+    save_hf: Switch = Field(
+        False, description="put the weights as a Hugging Face folder into every checkpoint too, under `hf`"
+    )
     resume: Literal["auto", "never"] = Field("never", description="auto: go on from the newest checkpoint in `save`")
     finetune: Switch = Field(
         False,

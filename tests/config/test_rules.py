@@ -116,6 +116,10 @@ EXAMPLES = {
         ["generate_config.infer_tensor_parallel_size=8"],
         "generate_config.infer_tensor_parallel_size", 8, "num_attention_heads = 28", "possible:",
     ),
+    "checkpoint_keys_are_used": (
+        ["actor_config.save=null", "actor_config.keep_last=3"],
+        "actor_config.keep_last", 3, "save is not set", "set actor_config.save",
+    ),
     "overlaps_have_what_they_need": (
         ["actor_config.overlap_param_gather=true"],
         "actor_config.overlap_param_gather", True, "needs overlap_grad_reduce: true", "overlap_param_gather: false",

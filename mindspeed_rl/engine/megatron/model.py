@@ -53,6 +53,9 @@ def transformer_config(cfg: MegatronConfig, model: ModelConfig, device: Device, 
         tensor_model_parallel_size=cfg.tensor_model_parallel_size,
         pipeline_model_parallel_size=pp,
         virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None,
+        # one direction at a time: between two stages a batch of both would be matched wrongly
+        overlap_p2p_comm=chunks > 1,
+        batch_p2p_comm=chunks == 1,
         context_parallel_size=cfg.context_parallel_size,
         sequence_parallel=cfg.sequence_parallel,
         # micro-batches are packed: their token counts differ, so stages tell each other the shapes
@@ -121,7 +124,9 @@ def _build_chunk(
     return built.to(device.current())
 
 
-def named_parameters(chunks: Sequence[torch.nn.Module], layout: WeightLayout) -> Iterator[tuple[str, torch.Tensor]]:
+def named_parameters(
+    chunks: Sequence[torch.nn.Module], layout: WeightLayout
+) -> Iterator[tuple[str, torch.nn.Parameter]]:
     """Parameters of this rank's chunks by their names in the whole model."""
     stage = layout.stages[mpu.get_pipeline_model_parallel_rank()]
     for module, layers in zip(chunks, stage, strict=True):
