@@ -27,7 +27,7 @@ from mindspeed_rl.common.command_line import run_command
 from mindspeed_rl.common.errors import CheckpointError
 from mindspeed_rl.config.model import ModelConfig
 from mindspeed_rl.resharding.layout import WeightLayout
-from mindspeed_rl.resharding.names import check_hf_names
+from mindspeed_rl.resharding.names import check_hf_names, parameter_table
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -105,22 +105,23 @@ def mcore_to_hf(load: Path, save: Path) -> None:
     reader = open_checkpoint(load)
     if reader.model is None or reader.hf_folder is None:
         raise CheckpointError(f"{reader.path} does not carry the model's shape and Hugging Face files")
-    sizes = reader.layout
-    layout = WeightLayout.even(reader.model, sizes["tp"], sizes["pp"], sizes["dp"])
-    write_hf(save, _hf_tensors(reader, reader.model, layout), reader.hf_folder)
+    write_hf(save, _hf_tensors(reader, reader.model), reader.hf_folder)
 
 
-def _hf_tensors(
-    reader: CheckpointReader, model: ModelConfig, layout: WeightLayout
-) -> Iterator[tuple[str, torch.Tensor]]:
-    for pp_rank in range(layout.pp):
-        ranks = [layout.rank(tp_rank, pp_rank) for tp_rank in range(layout.tp)]
+def _hf_tensors(reader: CheckpointReader, model: ModelConfig) -> Iterator[tuple[str, torch.Tensor]]:
+    """Whichever layers each pipeline stage had: the ranks' own states say it."""
+    tp, pp, dp = (reader.layout[key] for key in ("tp", "pp", "dp"))
+    missing = {parameter.name: parameter for parameter in parameter_table(model)}
+    for pp_rank in range(pp):
+        ranks = [tp_rank + tp * dp * pp_rank for tp_rank in range(tp)]
         states = [reader.load_rank(rank, mmap=True)["model"] for rank in ranks]
-        for name, parameter in layout.owned(model, pp_rank).items():
+        for name in [name for name in missing if name in states[0]]:
             for rank, state in zip(ranks, states, strict=True):
                 if name not in state:
                     raise CheckpointError(f"{reader.path}: rank {rank} lacks {name}")
-            yield from parameter.shards_to_hf([state[name] for state in states])
+            yield from missing.pop(name).shards_to_hf([state[name] for state in states])
+    if missing:
+        raise CheckpointError(f"{reader.path}: no rank has {', '.join(missing)}")
 
 
 if __name__ == "__main__":

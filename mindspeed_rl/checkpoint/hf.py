@@ -115,12 +115,22 @@ def write_hf(
     """
     with new_folder(Path(folder)) as temporary:
         copy_hf_files(Path(source_folder), temporary)
-        shards = _write_shards(temporary, tensors, dtype, max_shard_bytes)
-        if len(shards) == 1:
-            os.replace(temporary / _numbered(0, 0), temporary / SINGLE_FILE)
-        else:
-            _write_index(temporary, shards)
-        _update_config(temporary / "config.json", shards)
+        add_hf_weights(temporary, tensors, dtype, max_shard_bytes)
+
+
+def add_hf_weights(
+    folder: Path,
+    tensors: Iterable[tuple[str, torch.Tensor]],
+    dtype: torch.dtype | None = None,
+    max_shard_bytes: int = 5 * 2**30,
+) -> None:
+    """Put weights into a folder that has config.json and tokenizer files; arguments as of `write_hf`."""
+    shards = _write_shards(folder, tensors, dtype, max_shard_bytes)
+    if len(shards) == 1:
+        os.replace(folder / _numbered(0, 0), folder / SINGLE_FILE)
+    else:
+        _write_index(folder, shards)
+    _update_config(folder / "config.json", shards)
 
 
 def _write_shards(

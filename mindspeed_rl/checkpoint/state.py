@@ -4,7 +4,7 @@
     root/iter_0000012/          one checkpoint
         rank_00000.pt …         state of each rank: model, optimizer, scheduler, random numbers
         trainer.json            state of the driver: iteration, data position, KL controller, layout, versions
-        hf/                     config.json and tokenizer files of the model, if given
+        hf/                     config.json and tokenizer files of the model, if given; its weights, if asked for
         manifest.json           size and SHA-256 of every file above; written last
 
 All ranks write into `root/.tmp-iter_0000012`. When they are done the driver commits: manifest, rename, `latest`.
@@ -153,6 +153,24 @@ class CheckpointStore:
         fsync_path(self.root)
         write_file(self.root / LATEST, f"{target.name}\n".encode())
         shutil.rmtree(retired, ignore_errors=True)
+
+    def retain(self, count: int, needed: str | Path | None = None) -> None:
+        """Driver: remove all checkpoints but the newest `count`, as they are on disk now, whoever wrote them.
+
+        Args:
+            needed: a checkpoint that stays in any case.
+        """
+        complete = sorted(path for path in self.root.glob("iter_*") if (path / MANIFEST).is_file())
+        kept = {path.resolve() for path in (self.latest(), needed and Path(needed)) if path}
+        for path in complete[:-count]:
+            if path.resolve() not in kept:
+                gone = self.root / f".tmp-gone-{path.name}"  # what is left of it if stopped here, `begin` removes
+                os.replace(path, gone)
+                shutil.rmtree(gone)
+
+    def hf_weights(self, iteration: int) -> Path:
+        """Worker: folder for Hugging Face weights in a checkpoint that the driver has begun and will commit."""
+        return self._pending(iteration) / HF_FOLDER
 
     def latest(self) -> Path | None:
         """Folder of the newest complete checkpoint; None if there is none.

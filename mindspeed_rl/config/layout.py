@@ -1,6 +1,6 @@
 """The parallel layout and batch arithmetic that follow from a configuration. Pure numbers, no process groups.
 
-Ranks are numbered as Megatron-core does by default: tensor parallel fastest, then data, then pipeline parallel.
+Ranks are numbered as Megatron-core does by default: tensor parallel fastest, then context, data, pipeline parallel.
 """
 
 from __future__ import annotations
@@ -8,8 +8,36 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from fractions import Fraction
+from itertools import accumulate
 
-from mindspeed_rl.config.schema import Config
+from mindspeed_rl.config.schema import Config, MegatronConfig
+
+Chunks = tuple[tuple[range, ...], ...]
+"""Layers (indices in the whole model) of each pipeline stage's model chunks; one chunk without interleaving."""
+
+
+def pipeline_chunks(num_layers: int, actor: MegatronConfig) -> Chunks:
+    """The pipeline stages of a configuration that has passed the rules.
+
+    Without `num_layer_list` the layers, and the empty positions `noop_layers` between them, are divided evenly: the
+    c-th chunk of stage s has the (c * PP + s)-th part of them.
+    """
+    pp = actor.pipeline_model_parallel_size
+    if actor.num_layer_list is not None:
+        ends = list(accumulate(actor.num_layer_list))
+        return tuple((range(end - count, end),) for end, count in zip(ends, actor.num_layer_list, strict=True))
+    empty = actor.noop_layers or ()
+    positions = num_layers + len(empty)
+    per_chunk = actor.num_layers_per_virtual_pipeline_stage or positions // pp
+
+    def layers_before(position: int) -> int:
+        return position - sum(noop < position for noop in empty)
+
+    def chunk(number: int) -> range:
+        return range(layers_before(number * per_chunk), layers_before((number + 1) * per_chunk))
+
+    chunks = positions // (pp * per_chunk)
+    return tuple(tuple(chunk(c * pp + stage) for c in range(chunks)) for stage in range(pp))
 
 
 @dataclass(frozen=True)
@@ -18,6 +46,7 @@ class Layout:
 
     world: int  # ranks that train, a device each
     tp: int
+    cp: int
     pp: int
     dp: int
     infer_tp: int
@@ -80,13 +109,17 @@ class Layout:
         """Position of `rank` in its tensor-parallel group."""
         return rank % self.tp
 
+    def cp_rank(self, rank: int) -> int:
+        """Position of `rank` among those that share the tokens of a micro-batch."""
+        return rank // self.tp % self.cp
+
     def dp_rank(self, rank: int) -> int:
         """Position of `rank` in its data-parallel group."""
-        return rank // self.tp % self.dp
+        return rank // (self.tp * self.cp) % self.dp
 
     def pp_rank(self, rank: int) -> int:
         """Pipeline stage of `rank`."""
-        return rank // (self.tp * self.dp)
+        return rank // (self.tp * self.cp * self.dp)
 
     def rollout_replica(self, rank: int) -> int:
         """The vLLM engine that rollout rank `rank` belongs to; the ranks of one engine are neighbours."""
@@ -102,9 +135,9 @@ class Layout:
         return [tuple(range(first, first + self.infer_tp)) for first in firsts]
 
     def model_replicas(self) -> list[tuple[int, ...]]:
-        """The ranks of each model replica, by data-parallel rank: TP x PP ranks that together hold all weights.
+        """The ranks of each model replica, by data-parallel rank: TP x CP x PP ranks that work on the same samples.
 
-        Within a replica the ranks ascend: stage by stage, and by tensor-parallel rank within a stage.
+        Within a replica the ranks ascend: stage by stage, and by context-, then tensor-parallel rank within a stage.
         """
         replicas: list[list[int]] = [[] for _ in range(self.dp)]
         for rank in range(self.world):
@@ -136,6 +169,12 @@ class Layout:
         return sorted(tuple(cell) for cell in cells.values())
 
 
+def model_parallel(cfg: Config) -> tuple[int, int, int]:
+    """TP, CP and PP: a model replica has as many devices as their product."""
+    actor = cfg.actor
+    return actor.tensor_model_parallel_size, actor.context_parallel_size, actor.pipeline_model_parallel_size
+
+
 def derive_layout(cfg: Config) -> Layout:
     """Layout of a configuration that has passed `rules.check`, whose divisions come out even."""
     actor, rl = cfg.actor, cfg.rl_config
@@ -144,8 +183,9 @@ def derive_layout(cfg: Config) -> Layout:
     return Layout(
         world=world,
         tp=actor.tensor_model_parallel_size,
+        cp=actor.context_parallel_size,
         pp=actor.pipeline_model_parallel_size,
-        dp=world // (actor.tensor_model_parallel_size * actor.pipeline_model_parallel_size),
+        dp=world // math.prod(model_parallel(cfg)),
         infer_tp=infer_tp,
         rollout_replicas=rollout.num_npus // infer_tp,
         prompts_per_iteration=actor.global_batch_size,

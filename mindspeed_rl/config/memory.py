@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mindspeed_rl.config.layout import Layout
+from mindspeed_rl.config.layout import Layout, pipeline_chunks
 from mindspeed_rl.config.model import ModelConfig
 from mindspeed_rl.config.schema import Config
 
@@ -48,13 +48,13 @@ def estimate_memory(cfg: Config, model: ModelConfig, layout: Layout) -> MemoryEs
 
     With P parameters on the device (`stage_parameters`), w bytes each (2 with bf16, else 4):
     weights P w; gradients 4 P (Megatron reduces in float32); Adam moments 8 P, and 4 P float32 main weights with
-    bf16, both divided by DP with the distributed optimizer; reference P w when `init_kl_coef` > 0.
+    bf16, both divided by DP x CP with the distributed optimizer; reference P w when `init_kl_coef` > 0.
     """
     actor, rl, generate = cfg.actor, cfg.rl_config, cfg.generate_config
     width = 2 if actor.bf16 else FLOAT32
-    parameters = stage_parameters(model, layout)
+    parameters = stage_parameters(cfg, model, layout)
     weights, gradients = parameters * width, parameters * FLOAT32
-    shards = layout.dp if actor.use_distributed_optimizer else 1
+    shards = layout.dp * layout.cp if actor.use_distributed_optimizer else 1
     optimizer = parameters * (12 if actor.bf16 else 8) // shards
     reference = weights if rl.init_kl_coef > 0 else 0
     shared = (
@@ -79,41 +79,52 @@ def estimate_memory(cfg: Config, model: ModelConfig, layout: Layout) -> MemoryEs
     )
 
 
-def stage_parameters(model: ModelConfig, layout: Layout) -> int:
-    """Parameters on a device of the largest pipeline stage: L/PP layers and, where PP > 1, one embedding; over TP.
+def most_layers(cfg: Config, model: ModelConfig) -> int:
+    """Layers of the largest pipeline stage."""
+    return max(sum(map(len, stage)) for stage in pipeline_chunks(model.num_layers, cfg.actor))
+
+
+def stage_parameters(cfg: Config, model: ModelConfig, layout: Layout) -> int:
+    """Parameters on a device of the largest pipeline stage: its layers and, where PP > 1, one embedding; over TP.
 
     Norm weights, which every tensor-parallel rank holds whole, are counted as if divided: less than 0.1 %.
     """
     embedding = model.padded_vocab_size(layout.tp) * model.hidden_size
     copies = 1 if layout.pp > 1 or not model.untie_embeddings_and_output_weights else 2
     stored = model.vocab_size * model.hidden_size * (2 if model.untie_embeddings_and_output_weights else 1)
-    layers = (model.num_parameters - stored) // layout.pp
-    return (layers + copies * embedding) // layout.tp
+    in_layers = (model.num_parameters - stored) * most_layers(cfg, model) // model.num_layers
+    return (in_layers + copies * embedding) // layout.tp
 
 
 def micro_batch_tokens(cfg: Config, layout: Layout) -> int:
-    """Most tokens of a micro-batch of the update: its cap, or a fixed number of sequences of full length."""
+    """Most tokens of a micro-batch of the update on a device.
+
+    The cap of a micro-batch, or a fixed number of sequences of full length, divided by context parallelism.
+    """
     mini_batch = layout.sequences_per_mini_batch_per_rank * cfg.actor.seq_length
     fixed = cfg.actor.micro_batch_size * cfg.actor.seq_length
-    return min(cfg.rl_config.max_packing_token_size or fixed, mini_batch)
+    return -(-min(cfg.rl_config.max_packing_token_size or fixed, mini_batch) // layout.cp)
 
 
 def activation_bytes(cfg: Config, model: ModelConfig, layout: Layout) -> int:
-    """Activations kept for the backward pass on the first pipeline stage, for micro-batches of full length.
+    """Activations kept for the backward pass on the first pipeline stage, taken to be the largest.
+
+    Micro-batches are of full length.
 
     A layer keeps, per token and with flash attention (after Korthikanti et al. 2022, "Reducing Activation
     Recomputation in Large Transformer Models", counted anew for SwiGLU and grouped queries without dropout), in units
     of the element size: input, both norms' outputs and the attention's residual 4 h, over TP with sequence parallel;
     q, k, v and attention output (2 q + 2 kv) d / TP, gate, up and product 3 f / TP. `full` recomputation keeps the
     input alone of a recomputed layer (`block`) or of a group of layers (`uniform`), and one group while it is redone.
-    The first of PP stages has up to PP micro-batches in flight.
+    The first of PP stages has up to PP micro-batches in flight; interleaved in V chunks 1 + (PP - 1) / (PP V) times
+    as many of its layers' activations (same paper, section 4.2.3).
     """
     actor, tp = cfg.actor, layout.tp
     replicated = tp if actor.sequence_parallel else 1
     hidden = model.hidden_size / replicated
     heads = (2 * model.num_attention_heads + 2 * model.num_query_groups) * model.kv_channels / tp
     layer = 4 * hidden + heads + 3 * model.ffn_hidden_size / tp
-    layers, group = model.num_layers // layout.pp, actor.recompute_num_layers or 1
+    layers, group = most_layers(cfg, model), actor.recompute_num_layers or 1
     if actor.recompute_granularity != "full":
         kept, redone = layers * layer, 0.0
     elif actor.recompute_method == "uniform":
@@ -122,7 +133,11 @@ def activation_bytes(cfg: Config, model: ModelConfig, layout: Layout) -> int:
         whole = max(layers - group, 0)
         kept, redone = whole * layer + (layers - whole) * hidden, layer
     tokens = micro_batch_tokens(cfg, layout)
-    in_flight = min(layout.pp * tokens, layout.sequences_per_mini_batch_per_rank * actor.seq_length)
+    stages_full = float(layout.pp)
+    if actor.num_layers_per_virtual_pipeline_stage:
+        stages_full += (layout.pp - 1) * actor.num_layers_per_virtual_pipeline_stage / layers
+    mini_batch = layout.sequences_per_mini_batch_per_rank * actor.seq_length / layout.cp
+    in_flight = min(stages_full * tokens, mini_batch)
     return int((in_flight * kept + tokens * redone) * (2 if actor.bf16 else FLOAT32))
 
 

@@ -9,7 +9,7 @@ from rich.table import Table
 
 from mindspeed_rl.common.errors import ConfigError, Violation
 from mindspeed_rl.config.files import missing_files, resolve_model
-from mindspeed_rl.config.layout import Layout, derive_layout
+from mindspeed_rl.config.layout import Chunks, Layout, derive_layout, pipeline_chunks
 from mindspeed_rl.config.memory import GIB, estimate_memory
 from mindspeed_rl.config.model import ModelConfig
 from mindspeed_rl.config.schema import Config
@@ -21,7 +21,7 @@ def print_report(cfg: Config, console: Console) -> None:
     """Print everything that follows from a valid configuration; paths missing on this machine are notes."""
     layout = derive_layout(cfg)
     console.print(_parallel_table(cfg, layout))
-    places = {"TP": layout.tp_rank, "DP": layout.dp_rank, "PP": layout.pp_rank}
+    places = {"TP": layout.tp_rank, "CP": layout.cp_rank, "DP": layout.dp_rank, "PP": layout.pp_rank}
     engines = {"rollout engine": layout.rollout_replica, "rank in engine": layout.rollout_tp_rank}
     if layout.integrated:
         console.print(_rank_table("Ranks", layout.world, places | engines))
@@ -30,11 +30,20 @@ def print_report(cfg: Config, console: Console) -> None:
         console.print(_rank_table("Rollout ranks", layout.rollout_world, engines))
     console.print(_batch_table(cfg, layout))
     try:
-        console.print(_memory_table(cfg, resolve_model(cfg), layout))
+        model = resolve_model(cfg)
     except ConfigError as error:  # model: auto, and the checkpoint is elsewhere
         console.print(f"No memory estimate: {error.violations[0]}", markup=False)
+    else:
+        if layout.pp > 1:
+            console.print(f"Layers of the pipeline stages: {_stages(pipeline_chunks(model.num_layers, cfg.actor))}\n")
+        console.print(_memory_table(cfg, model, layout))
     _print_notes(console, missing_files(cfg))
     console.print("Configuration is valid.")
+
+
+def _stages(stages: Chunks) -> str:
+    """As `0-6, 14-20 | 7-13, 21-27`."""
+    return " | ".join(", ".join(f"{layers[0]}-{layers[-1]}" for layers in chunks) for chunks in stages)
 
 
 def _table(title: str, *columns: str) -> Table:
@@ -50,8 +59,9 @@ def _parallel_table(cfg: Config, layout: Layout) -> Table:
         ("device", cfg.device, "device"),
         ("training ranks (devices)", layout.world, "rl_config.actor_resource.num_npus"),
         ("training tensor parallel (TP)", layout.tp, "tensor_model_parallel_size"),
+        ("training context parallel (CP)", layout.cp, "context_parallel_size"),
         ("training pipeline parallel (PP)", layout.pp, "pipeline_model_parallel_size"),
-        ("training data parallel (DP)", layout.dp, "ranks / (TP x PP)"),
+        ("training data parallel (DP)", layout.dp, "ranks / (TP x CP x PP)"),
         ("rollout tensor parallel", layout.infer_tp, "generate_config.infer_tensor_parallel_size"),
         ("rollout engines", layout.rollout_replicas, "rollout ranks / rollout tensor parallel"),
     ]

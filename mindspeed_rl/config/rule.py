@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from mindspeed_rl.common.errors import Violation
-from mindspeed_rl.config.schema import Config
 
 Found = Iterator[Violation]
 WORLD = "rl_config.actor_resource.num_npus"
 TP, PP = "actor.tensor_model_parallel_size", "actor.pipeline_model_parallel_size"
+CP = "actor.context_parallel_size"
 
 
 @dataclass(frozen=True)
@@ -42,11 +42,6 @@ def divides(path: str, value: int, divisor_path: str, divisor: int) -> Found:
         near = sorted({d for d in range(1, value + 1) if value % d == 0}, key=lambda d: (abs(d - divisor), d))[:3]
         message = f"does not divide {path} = {value}"
         yield Violation(divisor_path, divisor, message, f"possible: {', '.join(map(str, sorted(near)))}")
-
-
-def model_parallel(cfg: Config) -> tuple[int, int]:
-    """TP and PP."""
-    return cfg.actor.tensor_model_parallel_size, cfg.actor.pipeline_model_parallel_size
 
 
 def near_multiples(value: int, factor: int) -> str:

@@ -11,13 +11,15 @@ from __future__ import annotations
 import difflib
 import importlib.util
 from collections.abc import Sequence
+from math import prod
 from typing import Any
 
 from mindspeed_rl.common.errors import ConfigError, Violation
 from mindspeed_rl.config import rules_devices, rules_rollout  # noqa: F401  # their rules register themselves
 from mindspeed_rl.config.files import actor_path, checkpoint_model, resolve_model, touches
+from mindspeed_rl.config.layout import model_parallel
 from mindspeed_rl.config.model import ModelConfig
-from mindspeed_rl.config.rule import PP, RULES, TP, WORLD, Found, Rule, divides, model_parallel, rule
+from mindspeed_rl.config.rule import CP, PP, RULES, TP, WORLD, Found, Rule, divides, rule
 from mindspeed_rl.config.schema import Config, RLConfig
 
 VERIFIERS = (
@@ -97,6 +99,16 @@ def resume_needs_save(cfg: Config) -> Found:
         yield Violation(actor_path(cfg, "resume"), "auto", "resumes from the folder `save`, which is not set", hint)
 
 
+@rule("actor.keep_last", "actor.save_hf", "actor.save")
+def checkpoint_keys_are_used(cfg: Config) -> Found:
+    for key in ("keep_last", "save_hf"):
+        if getattr(cfg.actor, key) and not cfg.actor.save:
+            message = "is about checkpoints, and save is not set"
+            yield Violation(
+                actor_path(cfg, key), getattr(cfg.actor, key), message, "set actor_config.save, or remove it"
+            )
+
+
 @rule("run_name")
 def run_name_is_one_folder(cfg: Config) -> Found:
     """Runs lie beside each other in `output_dir`, where `latest` names the newest."""
@@ -120,15 +132,15 @@ def mini_batches_fill_iteration(cfg: Config) -> Found:
     yield from divides(path, cfg.actor.global_batch_size, "rl_config.mini_batch_size", cfg.rl_config.mini_batch_size)
 
 
-@rule("rl_config.mini_batch_size", "rl_config.n_samples_per_prompt", WORLD, TP, PP)
+@rule("rl_config.mini_batch_size", "rl_config.n_samples_per_prompt", WORLD, TP, CP, PP)
 def mini_batch_fills_ranks(cfg: Config) -> Found:
-    rl, (tp, pp) = cfg.rl_config, model_parallel(cfg)
-    data_parallel = rl.actor_resource.num_npus // (tp * pp)
+    rl = cfg.rl_config
+    data_parallel = rl.actor_resource.num_npus // prod(model_parallel(cfg))
     sequences = rl.mini_batch_size * rl.n_samples_per_prompt
     if data_parallel and sequences % data_parallel:
         message = (
             f"times n_samples_per_prompt = {rl.n_samples_per_prompt} gives {sequences} sequences, "
-            f"which the {data_parallel} data-parallel ranks (devices / (TP x PP)) cannot share evenly"
+            f"which the {data_parallel} data-parallel ranks (devices / (TP x CP x PP)) cannot share evenly"
         )
         hint = f"a multiple of {data_parallel} always fits"
         yield Violation("rl_config.mini_batch_size", rl.mini_batch_size, message, hint)
@@ -395,7 +407,6 @@ def _refuse(path: str, allowed: Any, reason: str) -> None:
 
 
 _LATER = "not supported by this version"
-_refuse("actor.context_parallel_size", 1, _LATER)
 _refuse("actor.expert_model_parallel_size", 1, _LATER)
 _refuse("generate_config.infer_pipeline_parallel_size", 1, _LATER)
 _refuse("generate_config.infer_expert_parallel_size", 1, _LATER)

@@ -4,21 +4,25 @@ from __future__ import annotations
 
 from mindspeed_rl.common.errors import Violation
 from mindspeed_rl.config.files import actor_path
+from mindspeed_rl.config.layout import model_parallel, pipeline_chunks
 from mindspeed_rl.config.model import ModelConfig
-from mindspeed_rl.config.rule import PP, TP, WORLD, Found, divides, model_parallel, near_multiples, rule
+from mindspeed_rl.config.rule import CP, PP, TP, WORLD, Found, divides, near_multiples, rule
 from mindspeed_rl.config.schema import Config
 
+LAYER_LIST, NOOP = "actor.num_layer_list", "actor.noop_layers"
+VPP = "actor.num_layers_per_virtual_pipeline_stage"
 INTEGRATED, ROLLOUT_RESOURCE = "rl_config.use_integrated_worker", "rl_config.rollout_resource"
 INFER_TP = "generate_config.infer_tensor_parallel_size"
 OFFLOADS = ("offload_train_optimizer", "offload_train_grad", "offload_train_param", "offload_reference")
 
 
-@rule(WORLD, TP, PP)
+@rule(WORLD, TP, CP, PP)
 def world_holds_training_layout(cfg: Config) -> Found:
-    world, tp, pp = cfg.rl_config.actor_resource.num_npus, *model_parallel(cfg)
-    if world % (tp * pp):
-        message = f"is not a multiple of TP x PP = {tp} x {pp} (tensor_ x pipeline_model_parallel_size)"
-        yield Violation(WORLD, world, message, f"possible: {near_multiples(world, tp * pp)}")
+    world, (tp, cp, pp) = cfg.rl_config.actor_resource.num_npus, model_parallel(cfg)
+    if world % (tp * cp * pp):
+        names = "tensor_model_ x context_ x pipeline_model_parallel_size"
+        message = f"is not a multiple of TP x CP x PP = {tp} x {cp} x {pp} ({names})"
+        yield Violation(WORLD, world, message, f"possible: {near_multiples(world, tp * cp * pp)}")
 
 
 @rule(WORLD, ROLLOUT_RESOURCE, INFER_TP)
@@ -55,6 +59,17 @@ def training_tp_divides_model(cfg: Config, model: ModelConfig) -> Found:
         yield from divides(f"the model's {key}", getattr(model, key), path, tp)
 
 
+@rule(TP, CP, needs_model=True)
+def context_parallel_divides_heads(cfg: Config, model: ModelConfig) -> Found:
+    """Each rank attends with some of the heads that its tensor-parallel rank has."""
+    path, (tp, cp, _) = actor_path(cfg, "context_parallel_size"), model_parallel(cfg)
+    heads, groups = model.num_attention_heads // tp, model.num_query_groups // tp
+    yield from divides("the attention heads of a tensor-parallel rank", heads, path, cp)
+    if groups and groups % cp and cp % groups:  # key/value heads are repeated a whole number of times
+        message = f"neither divides nor is a multiple of the {groups} key/value heads of a tensor-parallel rank"
+        yield Violation(path, cp, message, f"possible: {near_multiples(cp, groups)}")
+
+
 @rule(INFER_TP, needs_model=True)
 def rollout_tp_divides_model(cfg: Config, model: ModelConfig) -> Found:
     infer_tp, groups = cfg.generate_config.infer_tensor_parallel_size, model.num_query_groups
@@ -65,10 +80,60 @@ def rollout_tp_divides_model(cfg: Config, model: ModelConfig) -> Found:
         yield Violation(INFER_TP, infer_tp, message, f"possible: {near_multiples(infer_tp, groups)}")
 
 
-@rule(PP, needs_model=True)
-def pp_divides_layers(cfg: Config, model: ModelConfig) -> Found:
-    path = actor_path(cfg, "pipeline_model_parallel_size")
-    yield from divides("the model's num_layers", model.num_layers, path, cfg.actor.pipeline_model_parallel_size)
+@rule(PP, LAYER_LIST, NOOP, VPP, needs_model=True)
+def pipeline_divides_layers(cfg: Config, model: ModelConfig) -> Found:
+    actor, path = cfg.actor, actor_path(cfg, "pipeline_model_parallel_size")
+    if actor.num_layer_list is not None:
+        yield from _list_fits(cfg, actor.num_layer_list, model)
+        return
+    empty = actor.noop_layers or ()
+    positions = model.num_layers + len(empty)
+    wrong = [noop for noop in empty if noop >= positions]
+    if wrong or len(set(empty)) < len(empty):
+        message = f"must be different positions below {positions}, the model's num_layers and the empty ones"
+        yield Violation(actor_path(cfg, "noop_layers"), list(empty), message)
+        return
+    what = "the model's num_layers" if not empty else "the model's num_layers and noop_layers together"
+    uneven = list(divides(what, positions, path, actor.pipeline_model_parallel_size))
+    yield from uneven or _chunks_fit(cfg, model)
+
+
+def _list_fits(cfg: Config, layers: tuple[int, ...], model: ModelConfig) -> Found:
+    path, pp = actor_path(cfg, "num_layer_list"), cfg.actor.pipeline_model_parallel_size
+    if len(layers) != pp or min(layers) < 1 or sum(layers) != model.num_layers:
+        total = f"the model's {model.num_layers} layers"
+        message = f"must be {pp} numbers above 0 (one a pipeline stage) that add up to {total}"
+        yield Violation(path, list(layers), message)
+    for key in ("noop_layers", "num_layers_per_virtual_pipeline_stage"):
+        if (value := getattr(cfg.actor, key)) is not None:
+            message = "divides the layers evenly, num_layer_list as it says: only one of them can be set"
+            yield Violation(actor_path(cfg, key), list(value) if isinstance(value, tuple) else value, message)
+
+
+def _chunks_fit(cfg: Config, model: ModelConfig) -> Found:
+    actor, path = cfg.actor, actor_path(cfg, "num_layers_per_virtual_pipeline_stage")
+    stage = (model.num_layers + len(actor.noop_layers or ())) // actor.pipeline_model_parallel_size
+    per_chunk = actor.num_layers_per_virtual_pipeline_stage
+    if per_chunk is not None:
+        if actor.pipeline_model_parallel_size == 1:
+            yield Violation(path, per_chunk, "needs pipeline_model_parallel_size > 1", "remove it")
+            return
+        if stage % per_chunk or stage == per_chunk:
+            possible = [size for size in range(1, stage) if stage % size == 0]
+            message = f"must divide the {stage} layers of a pipeline stage in two parts or more"
+            yield Violation(path, per_chunk, message, f"possible: {possible}" if possible else "remove it")
+            return
+    if any(not len(chunk) for chunks in pipeline_chunks(model.num_layers, actor) for chunk in chunks):
+        message = "leaves a pipeline stage, or a chunk of one, without any layer"
+        yield Violation(actor_path(cfg, "noop_layers"), list(actor.noop_layers or ()), message)
+
+
+@rule("actor.overlap_grad_reduce", "actor.overlap_param_gather", "actor.use_distributed_optimizer")
+def overlaps_have_what_they_need(cfg: Config) -> Found:
+    actor, path = cfg.actor, actor_path(cfg, "overlap_param_gather")
+    for key in ("use_distributed_optimizer", "overlap_grad_reduce"):
+        if actor.overlap_param_gather and not getattr(actor, key):
+            yield Violation(path, True, f"needs {key}: true", f"set {key}: true, or overlap_param_gather: false")
 
 
 @rule("actor.sequence_parallel", TP)

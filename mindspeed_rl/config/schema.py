@@ -11,7 +11,7 @@ from __future__ import annotations
 from functools import cached_property
 from typing import Annotated, Any, Literal
 
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from mindspeed_rl.config.model import ModelConfig
 
@@ -20,6 +20,14 @@ NonNegative = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
 Switch = Annotated[bool, Field(strict=True)]
+Layers = Annotated[tuple[Annotated[int, Field(ge=0)], ...], BeforeValidator(lambda value: _split(value))]
+
+
+def _split(value: Any) -> Any:
+    """`7,9` as [7, 9], and one number as a list of one."""
+    if isinstance(value, str):
+        return value.split(",")
+    return [value] if isinstance(value, int) and not isinstance(value, bool) else value
 
 
 class Section(BaseModel):
@@ -57,10 +65,30 @@ class MegatronConfig(Section):
     micro_batch_size: Count = Field(1, description="sequences per rank in one forward-backward pass")
     tensor_model_parallel_size: Count = Field(1, description="devices that share each layer (TP)")
     pipeline_model_parallel_size: Count = Field(1, description="stages that the layers are divided into (PP)")
-    context_parallel_size: Count = Field(1, description="devices that share a sequence; only 1 in this version")
+    num_layers_per_virtual_pipeline_stage: Count | None = Field(
+        None, description="with PP > 1: interleaved schedule whose model chunks have so many layers each (VPP)"
+    )
+    num_layer_list: Layers | None = Field(
+        None, description="layers of each pipeline stage, such as `7,9`; null: equally many"
+    )
+    noop_layers: Layers | None = Field(
+        None,
+        description="positions left empty when the layers are divided evenly over the stages, "
+        "such as `61,62,63` for 61 layers over 16 stages; they cost nothing",
+    )
+    context_parallel_size: Count = Field(1, description="devices that share the tokens of a micro-batch (CP)")
+    context_parallel_algo: Literal["ulysses_cp_algo"] = Field(
+        "ulysses_cp_algo", description="how they attend to each other's tokens: each takes all tokens of some heads"
+    )
     expert_model_parallel_size: Count = Field(1, description="devices that share the experts; only 1 in this version")
     sequence_parallel: Switch = Field(False, description="divide activations outside attention and MLP over TP too")
     use_distributed_optimizer: Switch = Field(True, description="shard optimizer state over data-parallel ranks")
+    overlap_grad_reduce: Switch = Field(
+        False, description="reduce gradients over data-parallel ranks during backward"
+    )
+    overlap_param_gather: Switch = Field(
+        False, description="gather updated weights during the next forward pass; needs overlap_grad_reduce"
+    )
     recompute_granularity: Literal["full", "selective"] | None = Field(None, description="activation recomputation")
     recompute_method: Literal["uniform", "block"] | None = Field(
         None, description="with `full`: recompute groups of layers (uniform) or the first layers (block)"
@@ -87,6 +115,10 @@ class MegatronConfig(Section):
         description="Hugging Face folder, or a checkpoint of this trainer made with the same layout as the run",
     )
     save: str | None = Field(None, description="folder for checkpoints; null: save none")
+    keep_last: Count | None = Field(None, description="newest checkpoints to keep in `save`; null: all of them")
+    save_hf: Switch = Field(
+        False, description="put the weights as a Hugging Face folder into every checkpoint too, under `hf`"
+    )
     resume: Literal["auto", "never"] = Field("never", description="auto: go on from the newest checkpoint in `save`")
     finetune: Switch = Field(
         False,

@@ -38,7 +38,6 @@ class Slot:
     """A shard's place in a bucket."""
 
     parameter: Parameter
-    local_name: str
     dtype: torch.dtype
     shape: Shape  # of one shard
     offset: int  # bytes
@@ -91,10 +90,10 @@ def plan_export(
         slots: list[Slot] = []
         offset = 0
         for name, parameter in layout.owned(model, stage).items():
-            slot = Slot(parameter, name, stage_dtypes[stage][name], parameter.local_shape(tp_size), offset)
+            slot = Slot(parameter, stage_dtypes[stage][name], parameter.local_shape(tp_size), offset)
             if slots and slot.end > bucket_bytes:
                 buckets.append(Bucket(stage, tuple(slots)))
-                slots, slot = [], Slot(parameter, name, slot.dtype, slot.shape, offset=0)
+                slots, slot = [], Slot(parameter, slot.dtype, slot.shape, offset=0)
             slots.append(slot)
             offset = _align(slot.end)
         if slots:
@@ -127,13 +126,13 @@ def export_hf(
     dtype and device; they may be views of the parameters, so they are to be read or copied, not written.
 
     Args:
-        local_params: this rank's shards by Megatron name, layers counted from 0 on each stage.
+        local_params: this rank's shards by Megatron name, layers counted in the whole model.
         plan: result of `plan_export` for parameters of these names, shapes and dtypes.
     """
     for bucket in plan:
         if topology.tp_group is None and topology.pp_group is None:
             for slot in bucket.slots:
-                yield from slot.parameter.to_hf(local_params[slot.local_name].detach())
+                yield from slot.parameter.to_hf(local_params[slot.parameter.name].detach())
         else:
             gathered = _exchange(bucket, local_params, topology)
             for slot in bucket.slots:
@@ -147,7 +146,7 @@ def _exchange(bucket: Bucket, local_params: Mapping[str, torch.Tensor], topology
     mine = torch.empty(bucket.nbytes, dtype=torch.uint8, device=device)
     if bucket.stage == topology.pp_rank:
         for slot in bucket.slots:
-            slot.view(mine).copy_(local_params[slot.local_name].detach())
+            slot.view(mine).copy_(local_params[slot.parameter.name].detach())
     if topology.pp_group is not None:
         source = dist.get_global_rank(topology.pp_group, bucket.stage)
         dist.broadcast(mine, source, group=topology.pp_group)

@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mindspeed_rl.common.errors import CheckpointError
+from mindspeed_rl.config.layout import Chunks, pipeline_chunks
 from mindspeed_rl.config.model import ModelConfig
-from mindspeed_rl.resharding.names import TIED_OUTPUT, Parameter, local_name, make_parameter, parameter_table
+from mindspeed_rl.config.schema import MegatronConfig
+from mindspeed_rl.resharding.names import TIED_OUTPUT, Parameter, make_parameter, parameter_table
 
 
 @dataclass(frozen=True)
@@ -14,21 +16,19 @@ class WeightLayout:
     """Ranks are numbered as Megatron does: tensor parallel fastest, then data, then pipeline parallel."""
 
     tp: int
-    stages: tuple[range, ...]  # global layer indices of each pipeline stage
+    stages: Chunks
     dp: int = 1  # replicas: ranks that hold the same weights
 
     @classmethod
     def even(cls, model: ModelConfig, tp: int = 1, pp: int = 1, dp: int = 1) -> WeightLayout:
-        """The same number of layers on every stage.
+        """The same number of layers on every stage, in one chunk.
 
         Raises:
             CheckpointError: the layers cannot be divided evenly.
         """
         if model.num_layers % pp:
             raise CheckpointError(f"{model.num_layers} layers cannot be divided evenly over {pp} pipeline stages")
-        count = model.num_layers // pp
-        stages = tuple(range(stage * count, (stage + 1) * count) for stage in range(pp))
-        return cls(tp, stages, dp)
+        return cls(tp, pipeline_chunks(model.num_layers, MegatronConfig(pipeline_model_parallel_size=pp)), dp)
 
     @property
     def pp(self) -> int:
@@ -49,16 +49,16 @@ class WeightLayout:
         return tp_rank, pp_rank, replica
 
     def owned(self, model: ModelConfig, pp_rank: int) -> dict[str, Parameter]:
-        """Parameters of a stage by their name on it, each parameter of the model on exactly one stage."""
-        layers, last = self.stages[pp_rank], self.pp - 1
+        """Parameters of a stage by name, each parameter of the model on exactly one stage."""
+        last = self.pp - 1
         owned = {}
         for parameter in parameter_table(model):
             if parameter.layer is None:
                 here = pp_rank == (0 if parameter.name.startswith("embedding.") else last)
             else:
-                here = parameter.layer in layers
+                here = any(parameter.layer in layers for layers in self.stages[pp_rank])
             if here:
-                owned[local_name(parameter.name, layers.start)] = parameter
+                owned[parameter.name] = parameter
         return owned
 
     def held(self, model: ModelConfig, pp_rank: int) -> dict[str, Parameter]:

@@ -299,10 +299,5 @@ _LAYER_INDEX = re.compile(r"(?<=^decoder\.layers\.)\d+(?=\.)")
 
 
 def global_name(local_name: str, layer_offset: int) -> str:
-    """Name in the whole model of a pipeline stage's parameter; the stage's first layer is layer `layer_offset`."""
+    """Name in the whole model of a parameter of a part of it, whose first layer is layer `layer_offset`."""
     return _LAYER_INDEX.sub(lambda match: str(int(match.group()) + layer_offset), local_name)
-
-
-def local_name(name: str, layer_offset: int) -> str:
-    """Inverse of `global_name`."""
-    return global_name(name, -layer_offset)

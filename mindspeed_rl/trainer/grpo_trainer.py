@@ -164,6 +164,8 @@ class GRPOTrainer:
                 self.watch.wait(self.fleet.save(str(self.store.root), self.iteration))
                 carried = {DOCK: self.dock.snapshot()} if self._carried else None
                 self.store.commit(self.iteration, self.state_dict(), carried)
+                if actor.keep_last is not None:
+                    self.store.retain(actor.keep_last, self.inputs.source.weights)
 
     def _load_state(self, state: dict[str, Any]) -> None:
         self.kl_controller.load_state_dict(state["kl_controller"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
@@ -11,7 +12,7 @@ from mindspeed_rl.algorithms.aggregation import count
 from mindspeed_rl.algorithms.importance import truncated_weights, weight_metrics
 from mindspeed_rl.algorithms.mismatch import mismatch_metrics
 from mindspeed_rl.algorithms.policy_objective import PolicyObjective
-from mindspeed_rl.checkpoint.hf import HFWeights, is_hf_folder
+from mindspeed_rl.checkpoint.hf import HFWeights, add_hf_weights, is_hf_folder
 from mindspeed_rl.checkpoint.state import CheckpointStore, load_rank
 from mindspeed_rl.common.metric import MetricSet
 from mindspeed_rl.common.timing import Timings
@@ -47,7 +48,7 @@ class Training:
             self.layout.model_replicas(),
             self.rank,
             context.collective_minutes,
-            leader=lambda members: members[-self.layout.tp],
+            leader=lambda members: members[-self.layout.tp * self.layout.cp],
         )
         initialize_parallel_state(self.config.actor)
         self.engine: TrainingEngine = MegatronEngine(
@@ -225,4 +226,11 @@ class Training:
             self.engine.onload(part)
         actor = self.config.actor
         state = self.engine.state_dict(optimizer=not actor.no_save_optim, rng=not actor.no_save_rng)
-        CheckpointStore(root).write_rank(iteration, self.rank, state)
+        store = CheckpointStore(root)
+        store.write_rank(iteration, self.rank, state)
+        if actor.save_hf:
+            weights = self.export_weights()
+            if self.rank == 0:
+                add_hf_weights(store.hf_weights(iteration), weights)
+            else:
+                deque(weights, maxlen=0)  # a collective: all ranks take part to the end

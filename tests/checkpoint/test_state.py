@@ -229,3 +229,39 @@ def test_further_objects_travel_with_a_checkpoint(tmp_path):
     (path / "dock.pkl").write_bytes(content[:-2] + b"xx")
     with pytest.raises(CheckpointError, match=r"dock\.pkl"):
         CheckpointReader(path).attachment("dock.pkl")
+
+
+def test_only_the_newest_are_kept_whoever_wrote_them(tmp_path):
+    for iteration in (1, 2, 3):
+        save(store_at(tmp_path), iteration)
+    store = store_at(tmp_path)  # of a run that went on, and knows of none of them
+    (tmp_path / "iter_0000099").mkdir()  # not complete: not a checkpoint
+    save(store, 4)
+    store.retain(2)
+    assert sorted(path.name for path in tmp_path.glob("iter_*")) == ["iter_0000003", "iter_0000004", "iter_0000099"]
+    assert_complete(store.latest(), 4)
+    save(store, 5)
+    store.retain(1, needed=tmp_path / "iter_0000003")
+    assert [(tmp_path / f"iter_000000{number}").exists() for number in (3, 4, 5)] == [True, False, True]
+
+
+def test_the_newest_by_name_may_not_be_the_one_that_counts(tmp_path):
+    store = store_at(tmp_path)
+    save(store, 7)
+    save(store, 3)  # of a run that began anew in the same folder
+    store.retain(1)
+    assert store.latest().name == "iter_0000003"
+    assert_complete(store.latest(), 3)
+
+
+def test_a_stop_while_one_is_removed_leaves_no_half_checkpoint(tmp_path, monkeypatch):
+    store = store_at(tmp_path)
+    for iteration in (1, 2):
+        save(store, iteration)
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            store.retain(1)
+    assert [path.name for path in tmp_path.glob("iter_*")] == ["iter_0000002"]
+    save(store, 3)
+    assert not list(tmp_path.glob(".tmp-*"))

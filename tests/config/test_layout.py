@@ -8,7 +8,7 @@ from rich.console import Console
 
 from mindspeed_rl.config.compose import load_config
 from mindspeed_rl.config.files import resolve_model
-from mindspeed_rl.config.layout import Layout, derive_layout
+from mindspeed_rl.config.layout import Layout, derive_layout, pipeline_chunks
 from mindspeed_rl.config.memory import (
     FLOAT32,
     activation_bytes,
@@ -18,13 +18,15 @@ from mindspeed_rl.config.memory import (
     stage_parameters,
 )
 from mindspeed_rl.config.report import print_report
+from mindspeed_rl.config.schema import MegatronConfig
 
 
-def make_layout(tp: int, pp: int, dp: int, infer_tp: int) -> Layout:
-    world = tp * pp * dp
+def make_layout(tp: int, pp: int, dp: int, infer_tp: int, cp: int = 1) -> Layout:
+    world = tp * cp * pp * dp
     return Layout(
         world=world,
         tp=tp,
+        cp=cp,
         pp=pp,
         dp=dp,
         infer_tp=infer_tp,
@@ -40,18 +42,20 @@ def make_layout(tp: int, pp: int, dp: int, infer_tp: int) -> Layout:
 
 
 SMALL = [
-    make_layout(tp, pp, dp, infer_tp)
-    for tp, pp, dp in itertools.product((1, 2, 3, 4), repeat=3)
-    for infer_tp in range(1, tp * pp * dp + 1)
-    if tp * pp * dp <= 16 and tp * pp * dp % infer_tp == 0
+    make_layout(tp, pp, dp, infer_tp, cp)
+    for tp, pp, dp, cp in itertools.product((1, 2, 3, 4), (1, 2, 3, 4), (1, 2, 3, 4), (1, 2))
+    for infer_tp in range(1, tp * cp * pp * dp + 1)
+    if tp * cp * pp * dp <= 16 and tp * cp * pp * dp % infer_tp == 0
 ]
 
 
-@pytest.mark.parametrize("layout", SMALL, ids=lambda x: f"tp{x.tp}-pp{x.pp}-dp{x.dp}-infer{x.infer_tp}")
+@pytest.mark.parametrize("layout", SMALL, ids=lambda x: f"tp{x.tp}-cp{x.cp}-pp{x.pp}-dp{x.dp}-infer{x.infer_tp}")
 def test_every_small_layout(layout):
     ranks = range(layout.world)
-    places = list(itertools.product(range(layout.pp), range(layout.dp), range(layout.tp)))  # tp runs fastest
-    assert [(layout.pp_rank(r), layout.dp_rank(r), layout.tp_rank(r)) for r in ranks] == places
+    sizes = (layout.pp, layout.dp, layout.cp, layout.tp)
+    places = list(itertools.product(*map(range, sizes)))  # tp runs fastest
+    found = [(layout.pp_rank(r), layout.dp_rank(r), layout.cp_rank(r), layout.tp_rank(r)) for r in ranks]
+    assert found == places
 
     replicas = [set(replica) for replica in layout.model_replicas()]
     assert replicas == [{r for r in ranks if layout.dp_rank(r) == d} for d in range(layout.dp)]
@@ -124,7 +128,7 @@ def loaded(name: str, *overrides: str):
 def test_memory_of_the_tiny_model_on_one_device():
     cfg, model, layout = loaded("grpo_trainer_tiny_cpu", "rl_config.actor_resource.num_npus=1")
     memory, count = estimate_memory(cfg, model, layout), model.num_parameters
-    assert stage_parameters(model, layout) == count
+    assert stage_parameters(cfg, model, layout) == count
     assert (memory.weights, memory.gradients, memory.optimizer) == (4 * count, 4 * count, 8 * count)
     assert memory.reference == (4 * count if cfg.rl_config.init_kl_coef else 0)
     assert memory.rollout_weights == 4 * count
@@ -138,7 +142,7 @@ def test_memory_of_the_tiny_model_on_one_device():
 def test_memory_is_divided_by_the_layout():
     cfg, model, layout = loaded("grpo_trainer_qwen25_7b")
     memory, parameters = estimate_memory(cfg, model, layout), model.num_parameters // 4
-    assert stage_parameters(model, layout) == pytest.approx(parameters, rel=1e-3)
+    assert stage_parameters(cfg, model, layout) == pytest.approx(parameters, rel=1e-3)
     assert memory.weights == pytest.approx(2 * parameters, rel=1e-3)
     assert memory.gradients == pytest.approx(4 * parameters, rel=1e-3)
     assert memory.optimizer == pytest.approx(12 * parameters / 2, rel=1e-3)
@@ -189,6 +193,17 @@ def test_recomputation_and_sequence_parallel_save_activations():
     assert uniform == pytest.approx(2 * 4096 * 2 * (28 * hidden + 4 * hidden + heads + mlp))
 
 
+def test_context_parallelism_divides_tokens_and_optimizer_state():
+    layout = ["actor_config.tensor_model_parallel_size=2", "rl_config.actor_resource.num_npus=8"]
+    sizes = {
+        cp: estimate_memory(*loaded("grpo_trainer_qwen25_7b", *layout, f"actor_config.context_parallel_size={cp}"))
+        for cp in (1, 2)
+    }
+    assert sizes[2].logits * 2 == sizes[1].logits
+    assert sizes[2].activations * 2 == pytest.approx(sizes[1].activations)
+    assert (sizes[2].optimizer, sizes[2].weights) == (sizes[1].optimizer, sizes[1].weights)  # DP 4, or DP 2 x CP 2
+
+
 def test_logits_are_counted_twice_in_float32():
     cfg, model, layout = loaded("grpo_trainer_qwen25_7b")
     assert logit_bytes(cfg, model, layout) == 2 * 4 * (2 * 4096) * 152064 // 4
@@ -210,8 +225,53 @@ def test_a_token_cap_limits_activations_and_logits():
 
 
 def test_pipeline_stages_share_layers_and_keep_embeddings_apart():
-    _, model, layout = loaded("grpo_trainer_qwen25_7b", "actor_config.pipeline_model_parallel_size=2")
+    cfg, model, layout = loaded("grpo_trainer_qwen25_7b", "actor_config.pipeline_model_parallel_size=2")
     embedding = 152064 * 3584
     layers = model.num_parameters - 2 * embedding
-    assert stage_parameters(model, layout) == (layers // 2 + embedding) // 4
+    assert stage_parameters(cfg, model, layout) == (layers // 2 + embedding) // 4
     assert layout.dp == 1
+
+
+def chunks(num_layers: int, **settings) -> list[list[list[int]]]:
+    return [[list(c) for c in stage] for stage in pipeline_chunks(num_layers, MegatronConfig(**settings))]
+
+
+def test_layers_of_pipeline_stages():
+    pp = {"pipeline_model_parallel_size": 2}
+    assert chunks(4, **pp) == [[[0, 1]], [[2, 3]]]
+    assert chunks(4, **pp, num_layer_list="3,1") == [[[0, 1, 2]], [[3]]]
+    assert chunks(8, **pp, num_layers_per_virtual_pipeline_stage=2) == [[[0, 1], [4, 5]], [[2, 3], [6, 7]]]
+    # positions 1 and 5 of six are empty
+    assert chunks(4, **pp, noop_layers=[1, 5]) == [[[0, 1]], [[2, 3]]]
+    assert chunks(3, **pp, noop_layers=3) == [[[0, 1]], [[2]]]
+    assert chunks(7, **pp, noop_layers="7", num_layers_per_virtual_pipeline_stage=2) == [
+        [[0, 1], [4, 5]],
+        [[2, 3], [6]],
+    ]
+
+
+def test_the_report_shows_the_layers_of_every_stage():
+    console = Console(file=io.StringIO(), width=200)
+    overrides = ["pipeline_model_parallel_size=2", "num_layers_per_virtual_pipeline_stage=7"]
+    print_report(load_config("grpo_trainer_qwen25_7b", [f"actor_config.{o}" for o in overrides])[0], console)
+    assert "Layers of the pipeline stages: 0-6, 14-20 | 7-13, 21-27" in console.file.getvalue()
+
+
+def test_memory_is_that_of_the_largest_stage_and_of_interleaving():
+    def loaded_with(*overrides: str):
+        return loaded("grpo_trainer_qwen25_7b", "actor_config.pipeline_model_parallel_size=2", *overrides)
+
+    even, uneven = loaded_with(), loaded_with("actor_config.num_layer_list=[10,18]")
+    interleaved = loaded_with("actor_config.num_layers_per_virtual_pipeline_stage=7")
+    embedding = 152064 * 3584
+    layers = even[1].num_parameters - 2 * embedding
+    assert stage_parameters(*uneven) == (layers * 18 // 28 + embedding) // 4
+    assert stage_parameters(*interleaved) == stage_parameters(*even)
+    none = ["recompute_granularity=null", "recompute_method=null", "recompute_num_layers=null"]
+    none = [f"megatron_training.{override}" for override in none]
+    plain = activation_bytes(*loaded_with(*none))
+    of_18 = activation_bytes(*loaded_with(*none, "actor_config.num_layer_list=[10,18]"))
+    assert of_18 == pytest.approx(plain * 18 / 14)
+    # two stages, two chunks each: a quarter more than without
+    in_chunks = activation_bytes(*loaded_with(*none, "actor_config.num_layers_per_virtual_pipeline_stage=7"))
+    assert in_chunks == pytest.approx(plain * 1.25)

@@ -58,7 +58,7 @@ EXAMPLES = {
     ),
     "world_holds_training_layout": (
         ["rl_config.actor_resource.num_npus=6", "generate_config.infer_tensor_parallel_size=1"],
-        "rl_config.actor_resource.num_npus", 6, "TP x PP = 4 x 1", "4 or 8",
+        "rl_config.actor_resource.num_npus", 6, "TP x CP x PP = 4 x 1 x 1", "4 or 8",
     ),
     "world_holds_rollout_layout": (
         ["generate_config.infer_tensor_parallel_size=7"],
@@ -116,7 +116,15 @@ EXAMPLES = {
         ["generate_config.infer_tensor_parallel_size=8"],
         "generate_config.infer_tensor_parallel_size", 8, "num_attention_heads = 28", "possible:",
     ),
-    "pp_divides_layers": (
+    "checkpoint_keys_are_used": (
+        ["actor_config.save=null", "actor_config.keep_last=3"],
+        "actor_config.keep_last", 3, "save is not set", "set actor_config.save",
+    ),
+    "overlaps_have_what_they_need": (
+        ["actor_config.overlap_param_gather=true"],
+        "actor_config.overlap_param_gather", True, "needs overlap_grad_reduce: true", "overlap_param_gather: false",
+    ),
+    "pipeline_divides_layers": (
         ["actor_config.pipeline_model_parallel_size=3", "rl_config.actor_resource.num_npus=12"],
         "actor_config.pipeline_model_parallel_size", 3, "num_layers = 28", "2, 4",
     ),
@@ -224,9 +232,9 @@ EXAMPLES = {
         ["device=cpu"],
         "megatron_training.bf16", True, "float32 only", "bf16: false",
     ),
-    "refuse_context_parallel_size": (
+    "context_parallel_divides_heads": (
         ["actor_config.context_parallel_size=2"],
-        "actor_config.context_parallel_size", 2, "not supported by this version", "set it to 1",
+        "actor_config.context_parallel_size", 2, "heads of a tensor-parallel rank = 7", "possible: 1, 7",
     ),
     "refuse_expert_model_parallel_size": (
         ["actor_config.expert_model_parallel_size=2"],
@@ -300,6 +308,11 @@ def test_rules_read_the_keys_they_declare():
         ["rl_config.kl_ctrl_type=adaptive", "rl_config.kl_target=0.05"],
         ["rl_config.lam=0.95", "rl_config.gamma=1.0"],
         ["actor_config.resume=auto", "actor_config.finetune=true"],
+        ["actor_config.tensor_model_parallel_size=2", "actor_config.context_parallel_size=2"],
+        ["actor_config.pipeline_model_parallel_size=2", "actor_config.num_layer_list='10,18'"],
+        ["actor_config.pipeline_model_parallel_size=2", "actor_config.num_layers_per_virtual_pipeline_stage=7"],
+        ["actor_config.pipeline_model_parallel_size=2", "actor_config.noop_layers=[0,29]"],
+        ["actor_config.overlap_grad_reduce=true", "actor_config.overlap_param_gather=true"],
         ["rl_config.shuffle_mini_batch=true", "rl_config.guarantee_order=true"],
         [f"run_name={'x' * 200}"],
         ["run_name=.hidden"],
@@ -317,6 +330,41 @@ def test_rules_read_the_keys_they_declare():
 )
 def test_allowed(overrides):
     load_config(BASE, overrides)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key", "message"),
+    [
+        (["num_layer_list='14,13'"], "num_layer_list", "add up to the model's 28 layers"),
+        (["num_layer_list=28"], "num_layer_list", "2 numbers above 0"),
+        (["num_layer_list=[28,0]"], "num_layer_list", "2 numbers above 0"),
+        (["num_layer_list='a,b'"], "num_layer_list", "integer"),
+        (["num_layer_list='14,14'", "noop_layers=28"], "noop_layers", "only one of them can be set"),
+        (["noop_layers=28"], "pipeline_model_parallel_size", "num_layers and noop_layers together = 29"),
+        (["noop_layers=[28,28]"], "noop_layers", "different positions below 30"),
+        (["noop_layers=[3,30]"], "noop_layers", "different positions below 30"),
+        (["noop_layers=-1"], "noop_layers", "greater than or equal to 0"),
+        (["num_layers_per_virtual_pipeline_stage=4"], "num_layers_per_virtual_pipeline_stage", "14 layers of a"),
+        (["num_layers_per_virtual_pipeline_stage=14"], "num_layers_per_virtual_pipeline_stage", "two parts or more"),
+        (
+            ["num_layers_per_virtual_pipeline_stage=7", "pipeline_model_parallel_size=1"],
+            "num_layers_per_virtual_pipeline_stage",
+            "needs pipeline_model_parallel_size > 1",
+        ),
+        (
+            ["num_layers_per_virtual_pipeline_stage=1", "noop_layers=[0,29]"],
+            "noop_layers",
+            "without any layer",
+        ),
+    ],
+)
+def test_pipelines_that_do_not_fit_the_model(overrides, key, message):
+    two_stages = [*(f"actor_config.{override}" for override in overrides)]
+    if not any("pipeline_model_parallel_size" in override for override in overrides):
+        two_stages.append("actor_config.pipeline_model_parallel_size=2")
+    (violation,) = violations_of(*two_stages)
+    assert violation.path == f"actor_config.{key}"
+    assert message in str(violation)
 
 
 @pytest.mark.parametrize("name", ["''", "' '", "'.'", "..", "latest", "/tmp/x", "x/", "x" * 201, "名" * 67])

@@ -95,7 +95,7 @@ def scenario(rank: int, folder: str, distributed_optimizer: bool) -> None:
     for part in ("param", "grad", "optimizer"):
         first.offload(part)
         first.offload(part)  # already away: no harm
-    held = [*first.actor.parameters(), *first.optimizer.tensors()]
+    held = [*(p for chunk in first.actor for p in chunk.parameters()), *first.optimizer.tensors()]
     assert all(tensor.untyped_storage().nbytes() == 0 for tensor in held)
     for part in ("param", "grad", "optimizer"):
         first.onload(part)

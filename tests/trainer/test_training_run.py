@@ -10,8 +10,12 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 from ray.cluster_utils import Cluster
+from transformers import AutoModelForCausalLM
 
+from cli.convert_checkpoint import mcore_to_hf
+from mindspeed_rl.checkpoint.hf import HFWeights
 from tests.support.runs import command, run, training
 
 SAME_IN_FLOAT32 = 2e-5  # other kernels or another order of summation, after few steps of lr 1e-3
@@ -117,12 +121,21 @@ def test_a_killed_worker_ends_the_run_and_costs_nothing(
     # resuming from whatever was saved last reproduces the run that nobody killed
     saved = int(re.findall(r"\d+", latest.read_text())[0])
     total = max(4, saved + 1)
-    steps = run(inputs, tmp_path, f"megatron_training.train_iters={total}", "actor_config.resume=auto", name="on")
+    kept = ("actor_config.keep_last=1", "actor_config.save_hf=true")
+    steps = run(
+        inputs, tmp_path, f"megatron_training.train_iters={total}", "actor_config.resume=auto", *kept, name="on"
+    )
     assert steps[0]["step"] == saved + 1
     for step in steps:
         if step["step"] <= 4:
             assert training(step) == training(streaming[step["step"] - 1])
     assert steps[-1]["step"] == total
+    (checkpoint,) = (tmp_path / "checkpoints").glob("iter_*")
+    assert checkpoint.name == latest.read_text().strip()
+    mcore_to_hf(checkpoint, tmp_path / "converted")
+    converted, loaded = HFWeights(tmp_path / "converted"), AutoModelForCausalLM.from_pretrained(checkpoint / "hf")
+    assert set(converted.names) <= set(loaded.state_dict())
+    assert all(torch.equal(converted.tensor(name), loaded.state_dict()[name]) for name in converted.names)
 
 
 def test_interrupting_a_run_leaves_nothing_behind(inputs: Path, tmp_path: Path) -> None:

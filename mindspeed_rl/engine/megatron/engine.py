@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.distributed import finalize_model_grads
 from megatron.core.models.gpt import GPTModel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
@@ -19,14 +19,16 @@ from mindspeed_rl.algorithms.log_probs import vocab_parallel_log_probs
 from mindspeed_rl.checkpoint.hf import HFWeights
 from mindspeed_rl.common.errors import CheckpointError
 from mindspeed_rl.common.metric import MetricSet
+from mindspeed_rl.config.layout import pipeline_chunks
 from mindspeed_rl.config.model import ModelConfig
 from mindspeed_rl.config.schema import MegatronConfig
 from mindspeed_rl.device.base import Device
 from mindspeed_rl.engine.base import LossFunction, Partition
-from mindspeed_rl.engine.megatron.model import build_model
+from mindspeed_rl.engine.megatron.context_parallel import gather_tokens
+from mindspeed_rl.engine.megatron.model import build_model, data_parallel, named_parameters
 from mindspeed_rl.engine.megatron.offload import HostMemory
 from mindspeed_rl.engine.megatron.optimizer import Optimizer
-from mindspeed_rl.engine.megatron.packing import PackedMicroBatch, pack
+from mindspeed_rl.engine.megatron.packing import PackedMicroBatch, Part, pack
 from mindspeed_rl.resharding.export import Bucket, Topology, export_hf, plan_export
 from mindspeed_rl.resharding.layout import WeightLayout
 from mindspeed_rl.resharding.names import check_hf_names
@@ -38,6 +40,9 @@ def initialize_parallel_state(cfg: MegatronConfig) -> None:
     mpu.initialize_model_parallel(
         tensor_model_parallel_size=cfg.tensor_model_parallel_size,
         pipeline_model_parallel_size=cfg.pipeline_model_parallel_size,
+        context_parallel_size=cfg.context_parallel_size,
+        # with interleaving there is more than one chunk; how many, each model knows
+        virtual_pipeline_model_parallel_size=2 if cfg.num_layers_per_virtual_pipeline_stage else None,
         distributed_timeout_minutes=max(1, round(cfg.distributed_timeout_minutes)),
     )
     model_parallel_cuda_manual_seed(cfg.seed)
@@ -67,27 +72,20 @@ class MegatronEngine:
         self.cfg, self.model_config, self.device = cfg, model, device
         self.data_parallel_rank = mpu.get_data_parallel_rank()
         self.data_parallel_size = mpu.get_data_parallel_world_size()
-        self.is_output_rank = mpu.is_pipeline_last_stage() and mpu.get_tensor_model_parallel_rank() == 0
+        last_stage = mpu.get_pipeline_model_parallel_rank() == mpu.get_pipeline_model_parallel_world_size() - 1
+        first_of_stage = mpu.get_tensor_model_parallel_rank() == mpu.get_context_parallel_rank() == 0
+        self.is_output_rank = last_stage and first_of_stage
 
-        self.layout = WeightLayout.even(
-            model, cfg.tensor_model_parallel_size, cfg.pipeline_model_parallel_size, self.data_parallel_size
-        )
-        module = build_model(cfg, model, device, self.layout)
-        self._load(module, weights)
-        self.actor = DistributedDataParallel(
-            module.config,
-            DistributedDataParallelConfig(
-                grad_reduce_in_fp32=True,
-                use_distributed_optimizer=cfg.use_distributed_optimizer,
-                check_for_nan_in_grad=True,
-            ),
-            module,
-        )
+        replicas = self.data_parallel_size * cfg.context_parallel_size
+        self.layout = WeightLayout(cfg.tensor_model_parallel_size, pipeline_chunks(model.num_layers, cfg), replicas)
+        chunks = build_model(cfg, model, device, self.layout)
+        self._load(chunks, weights)
+        self.actor = data_parallel(cfg, chunks)
         self.optimizer = Optimizer(cfg, self.actor, total_steps)
         self._export_plan: list[Bucket] | None = None
-        self.reference: GPTModel | None = None
+        self.reference: list[GPTModel] = []
         if with_reference:
-            self.reference = build_model(cfg, model, device, self.layout).requires_grad_(False)
+            self.reference = [chunk.requires_grad_(False) for chunk in build_model(cfg, model, device, self.layout)]
             self._load(self.reference, weights)
         self._away = {
             "param": HostMemory(device),
@@ -98,13 +96,13 @@ class MegatronEngine:
 
     # ---- weights -------------------------------------------------------------------------------------------------
 
-    def _load(self, module: GPTModel, weights: HFWeights | Mapping[str, torch.Tensor]) -> None:
+    def _load(self, chunks: Sequence[GPTModel], weights: HFWeights | Mapping[str, torch.Tensor]) -> None:
         if isinstance(weights, HFWeights):
             check_hf_names(self.model_config, weights.names)
         tp_rank, tp_size = mpu.get_tensor_model_parallel_rank(), mpu.get_tensor_model_parallel_world_size()
         held = self.layout.held(self.model_config, mpu.get_pipeline_model_parallel_rank())
         with torch.no_grad():
-            for name, tensor in module.named_parameters():
+            for name, tensor in named_parameters(chunks, self.layout):
                 if isinstance(weights, HFWeights):
                     tensor.copy_(held[name].load_shard(weights, tp_rank, tp_size))
                 else:
@@ -114,7 +112,7 @@ class MegatronEngine:
         """All of the actor's weights under their Hugging Face names (a collective)."""
         pp_rank = mpu.get_pipeline_model_parallel_rank()
         owned = self.layout.owned(self.model_config, pp_rank)
-        parameters = {n: p.detach() for n, p in self.actor.module.named_parameters() if n in owned}
+        parameters = {n: p.detach() for n, p in self._actor_parameters() if n in owned}
         topology = Topology(
             self.layout,
             tp_rank=mpu.get_tensor_model_parallel_rank(),
@@ -126,11 +124,18 @@ class MegatronEngine:
             self._export_plan = plan_export(parameters, self.model_config, topology, bucket_bytes)
         return export_hf(parameters, topology, self._export_plan)
 
+    def _actor_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        """The actor's parameters with their newest values, by name in the whole model."""
+        if self.cfg.overlap_param_gather:
+            for chunk in self.actor:
+                chunk.start_param_sync(force_sync=True)
+        return named_parameters([chunk.module for chunk in self.actor], self.layout)
+
     # ---- passes --------------------------------------------------------------------------------------------------
 
     def _run(
         self,
-        model: torch.nn.Module,
+        chunks: Sequence[torch.nn.Module],
         batch: RolloutBatch,
         micro_batches: Partition,
         on_logits: Any,
@@ -139,7 +144,10 @@ class MegatronEngine:
         """Run Megatron's schedule over the micro-batches; what `on_logits` gives for each, on the last stage."""
         assert sorted(chain(*micro_batches)) == list(range(len(batch))), "micro-batches hold every sequence once"
         multiple = self.cfg.tensor_model_parallel_size if self.cfg.sequence_parallel else 1
-        packed = [pack(batch.select(indices), self.device.current(), multiple) for indices in micro_batches]
+        part = Part(mpu.get_context_parallel_rank(), self.cfg.context_parallel_size, multiple)
+        packed = [pack(batch.select(indices), self.device.current(), part) for indices in micro_batches]
+        if len(chunks) > 1:  # the interleaved schedule takes groups of as many micro-batches as there are stages
+            packed += [pack(batch.select([]), self.device.current(), part)] * (-len(packed) % self.layout.pp)
 
         def forward(iterator: Iterator[PackedMicroBatch], module: torch.nn.Module) -> tuple[torch.Tensor, Any]:
             micro = next(iterator)
@@ -148,8 +156,8 @@ class MegatronEngine:
 
         return get_forward_backward_func()(
             forward_step_func=forward,
-            data_iterator=iter(packed),
-            model=[model],
+            data_iterator=[iter(packed) for _ in chunks] if len(chunks) > 1 else iter(packed),
+            model=list(chunks),
             num_microbatches=len(packed),
             seq_length=max((micro.tokens.shape[1] for micro in packed), default=0),
             micro_batch_size=1,  # a packed micro-batch is one row of T tokens
@@ -160,14 +168,19 @@ class MegatronEngine:
     def _response_log_probs(
         self, micro: PackedMicroBatch, logits: torch.Tensor, temperature: float, entropy: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        return vocab_parallel_log_probs(
+        """Of all response tokens [R], on every rank of the last stage."""
+        log_probs, entropies = vocab_parallel_log_probs(
             logits[0, micro.predictors],
-            micro.targets,
+            micro.targets[micro.predicted],
             mpu.get_tensor_model_parallel_group(),
             self.model_config.vocab_size,
             temperature=temperature,
             with_entropy=entropy,
         )
+        if self.cfg.context_parallel_size == 1:
+            return log_probs, entropies
+        of_all = partial(gather_tokens, micro.predicted, len(micro.targets), mpu.get_context_parallel_group())
+        return of_all(log_probs), None if entropies is None else of_all(entropies)
 
     @torch.no_grad()
     def log_probs(
@@ -177,14 +190,16 @@ class MegatronEngine:
 
         They are in the order of `batch`, whatever the micro-batches.
         """
-        model = self.reference if reference else self.actor
-        assert model is not None, "this run keeps no reference model"
+        chunks = self.reference if reference else self.actor
+        assert chunks, "this run keeps no reference model"
 
         def on_logits(micro: PackedMicroBatch, logits: torch.Tensor, non_loss_data: bool) -> list[torch.Tensor]:
+            if not len(micro.batch):
+                return []
             values, _ = self._response_log_probs(micro, logits, temperature, entropy=False)
             return list(values.cpu().split(micro.batch.response_lengths.tolist()))
 
-        results = self._run(model, batch, micro_batches, on_logits, forward_only=True)
+        results = self._run(chunks, batch, micro_batches, on_logits, forward_only=True)
         if not self.is_output_rank:
             return None
         by_index = dict(zip(chain(*micro_batches), chain(*results), strict=True))
@@ -205,14 +220,17 @@ class MegatronEngine:
         """
 
         def on_logits(micro: PackedMicroBatch, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, MetricSet]:
+            # the token count, second, would only matter if Megatron were asked to divide by it
+            tokens = torch.ones((), dtype=torch.int, device=logits.device)
+            if not len(micro.batch):
+                return 0.0 * logits.sum(), tokens, MetricSet()
             log_probs, entropies = self._response_log_probs(micro, logits, temperature, entropy)
             loss, metrics = loss_function(micro.batch, log_probs, entropies)
-            # the token count, second, would only matter if Megatron were asked to divide by it
-            return loss, torch.ones((), dtype=torch.int, device=loss.device), metrics
+            return loss, tokens, metrics
 
         self.optimizer.zero_grad()
         results = self._run(self.actor, batch, micro_batches, on_logits, forward_only=False)
-        finalize_model_grads([self.actor])
+        finalize_model_grads(self.actor)
         grad_norm, learning_rate = self.optimizer.step()
         metrics = MetricSet()
         if self.is_output_rank:
@@ -241,15 +259,16 @@ class MegatronEngine:
         """Move "param", "grad" (dropped), "optimizer" or "reference" off the device; a no-op if it is away."""
         if self._away[part].is_away:
             return
-        buffers = [*self.actor.buffers, *self.actor.expert_parallel_buffers]
+        buffers = [b for chunk in self.actor for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
         tensors: dict[str, Sequence[torch.Tensor]] = {
             "param": [buffer.param_data for buffer in buffers if buffer.param_data is not None],
             "grad": [buffer.grad_data for buffer in buffers],
             "optimizer": self.optimizer.tensors(),
-            "reference": list(self.reference.parameters()) if self.reference is not None else [],
+            "reference": [p for chunk in self.reference for p in chunk.parameters()],
         }
         # without the distributed optimizer every parameter has a storage of its own
-        chosen = tensors[part] or (list(self.actor.parameters()) if part == "param" else [])
+        whole = [p for chunk in self.actor for p in chunk.parameters()]
+        chosen = tensors[part] or (whole if part == "param" else [])
         self._away[part].offload(chosen)
 
     def onload(self, part: str) -> None:
@@ -260,7 +279,7 @@ class MegatronEngine:
 
     def state_dict(self, optimizer: bool, rng: bool) -> dict[str, Any]:
         """This rank's state, as tensors and plain Python values."""
-        named = self.actor.module.named_parameters()
+        named = self._actor_parameters()
         # a copy: parameters are views of one buffer, and saving a view would save the whole of it
         state: dict[str, Any] = {"model": {name: tensor.detach().to("cpu", copy=True) for name, tensor in named}}
         if optimizer:
@@ -279,7 +298,7 @@ class MegatronEngine:
             if wanted and part not in state:
                 key = {"optimizer": "no_load_optim", "rng": "no_load_rng"}[part]
                 raise CheckpointError(f"the checkpoint holds no {part} state (saved without it): set {key}: true")
-        self._load(self.actor.module, state["model"])
+        self._load([chunk.module for chunk in self.actor], state["model"])
         if optimizer:
             self.optimizer.load_state_dict(state["optimizer"])
         else:

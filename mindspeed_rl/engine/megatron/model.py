@@ -2,26 +2,37 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from typing import Any
+
 import torch
 from megatron.core import parallel_state as mpu
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from mindspeed_rl.config.layout import Chunks
 from mindspeed_rl.config.model import ModelConfig
 from mindspeed_rl.config.schema import MegatronConfig
 from mindspeed_rl.device.base import Device
 from mindspeed_rl.engine.megatron.modules import PackedAttention, RMSNorm, use_packed_rotary_embedding
 from mindspeed_rl.resharding.layout import WeightLayout
+from mindspeed_rl.resharding.names import global_name
 
 
-def transformer_config(cfg: MegatronConfig, model: ModelConfig, device: Device) -> TransformerConfig:
-    """Megatron's configuration of `model` under the parallel layout and precision of `cfg`."""
+def transformer_config(cfg: MegatronConfig, model: ModelConfig, device: Device, stages: Chunks) -> TransformerConfig:
+    """Megatron's configuration of `model` under the parallel layout and precision of `cfg`.
+
+    Megatron divides its number of layers evenly, so it is told of as many as if every chunk were as large as the
+    largest; how many a chunk really has, `build_model` says.
+    """
+    pp, chunks = len(stages), len(stages[0])
     dtype = torch.bfloat16 if cfg.bf16 else torch.float32
     return TransformerConfig(
-        num_layers=model.num_layers,
+        num_layers=pp * chunks * max(len(layers) for stage in stages for layers in stage),
         hidden_size=model.hidden_size,
         ffn_hidden_size=model.ffn_hidden_size,
         num_attention_heads=model.num_attention_heads,
@@ -40,10 +51,15 @@ def transformer_config(cfg: MegatronConfig, model: ModelConfig, device: Device) 
         params_dtype=dtype,
         pipeline_dtype=dtype,
         tensor_model_parallel_size=cfg.tensor_model_parallel_size,
-        pipeline_model_parallel_size=cfg.pipeline_model_parallel_size,
+        pipeline_model_parallel_size=pp,
+        virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None,
+        # one direction at a time: between two stages a batch of both would be matched wrongly
+        overlap_p2p_comm=chunks > 1,
+        batch_p2p_comm=chunks == 1,
+        context_parallel_size=cfg.context_parallel_size,
         sequence_parallel=cfg.sequence_parallel,
         # micro-batches are packed: their token counts differ, so stages tell each other the shapes
-        variable_seq_lengths=cfg.pipeline_model_parallel_size > 1,
+        variable_seq_lengths=pp > 1,
         moe_token_dispatcher_type="alltoall",  # the one that allows variable lengths; checked for dense models, too
         recompute_granularity=cfg.recompute_granularity,
         recompute_method=cfg.recompute_method,
@@ -59,9 +75,23 @@ def transformer_config(cfg: MegatronConfig, model: ModelConfig, device: Device) 
     )
 
 
-def build_model(cfg: MegatronConfig, model: ModelConfig, device: Device, layout: WeightLayout) -> GPTModel:
-    """This rank's part of the model; its weights are not initialised."""
-    config = transformer_config(cfg, model, device)
+def build_model(cfg: MegatronConfig, model: ModelConfig, device: Device, layout: WeightLayout) -> list[GPTModel]:
+    """This rank's chunks of the model; their weights are not initialised."""
+    config = transformer_config(cfg, model, device, layout.stages)
+    chunks = layout.stages[mpu.get_pipeline_model_parallel_rank()]
+    return [_build_chunk(config, cfg, model, device, layout, number) for number in range(len(chunks))]
+
+
+def _build_chunk(
+    config: TransformerConfig,
+    cfg: MegatronConfig,
+    model: ModelConfig,
+    device: Device,
+    layout: WeightLayout,
+    number: int,
+) -> GPTModel:
+    pp_rank = mpu.get_pipeline_model_parallel_rank()
+    layers = layout.stages[pp_rank][number]
     use_packed_rotary_embedding()
     layer = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=model.qk_layernorm)
     norm = ModuleSpec(module=RMSNorm, params={"device": device})
@@ -70,23 +100,63 @@ def build_model(cfg: MegatronConfig, model: ModelConfig, device: Device, layout:
     attention.core_attention = ModuleSpec(module=PackedAttention, params={"device": device})
     if model.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = norm
-    block = TransformerBlockSubmodules(layer_specs=[layer] * get_num_layers_to_build(config), layer_norm=norm)
+    block = TransformerBlockSubmodules(layer_specs=[layer] * len(layers), layer_norm=norm)
     built = GPTModel(
         config,
         block,
         vocab_size=model.padded_vocab_size(cfg.tensor_model_parallel_size),
         max_sequence_length=model.max_position_embeddings,
-        pre_process=mpu.is_pipeline_first_stage(),
-        post_process=mpu.is_pipeline_last_stage(),
+        pre_process=pp_rank == 0 and number == 0,
+        post_process=pp_rank == layout.pp - 1 and number == len(layout.stages[pp_rank]) - 1,
         parallel_output=True,
         share_embeddings_and_output_weights=not model.untie_embeddings_and_output_weights,
         position_embedding_type="rope",
         rotary_base=model.rotary_base,
+        vp_stage=number if len(layout.stages[pp_rank]) > 1 else None,
     )
     # Megatron marks shards while initialising weights, which we skip; its gradient norm counts unmarked ones once
-    for name, parameter in layout.held(model, mpu.get_pipeline_model_parallel_rank()).items():
-        tensor = built.get_parameter(name)
+    held = layout.held(model, pp_rank)
+    for name, tensor in built.named_parameters():
+        parameter = held[global_name(name, layers.start)]
         tensor.tensor_model_parallel = parameter.tp_dim is not None
         if parameter.tp_dim is not None:
             tensor.partition_dim, tensor.partition_stride = parameter.tp_dim, 1
     return built.to(device.current())
+
+
+def named_parameters(
+    chunks: Sequence[torch.nn.Module], layout: WeightLayout
+) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """Parameters of this rank's chunks by their names in the whole model."""
+    stage = layout.stages[mpu.get_pipeline_model_parallel_rank()]
+    for module, layers in zip(chunks, stage, strict=True):
+        for name, parameter in module.named_parameters():
+            yield global_name(name, layers.start), parameter
+
+
+def data_parallel(cfg: MegatronConfig, chunks: Sequence[GPTModel]) -> list[DistributedDataParallel]:
+    """The chunks with buffers for gradients that are summed over data-parallel ranks, overlapped if asked for."""
+    settings = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        use_distributed_optimizer=cfg.use_distributed_optimizer,
+        overlap_grad_reduce=cfg.overlap_grad_reduce,
+        overlap_param_gather=cfg.overlap_param_gather,
+        check_for_nan_in_grad=True,
+    )
+    wrapped = [
+        # of several chunks only the first one's gradients are still awaited when the last micro-batch is done
+        DistributedDataParallel(chunk.config, settings, chunk, disable_bucketing=number > 0)
+        for number, chunk in enumerate(chunks)
+    ]
+    config = chunks[0].config
+    if cfg.overlap_grad_reduce:  # Megatron's schedules take one function for one chunk, a list for several
+        config.no_sync_func = _one_or_all([chunk.no_sync for chunk in wrapped])
+        if len(chunks) > 1:
+            config.grad_sync_func = [chunk.start_grad_sync for chunk in wrapped]
+    if cfg.overlap_param_gather and len(chunks) > 1:
+        config.param_sync_func = [chunk.start_param_sync for chunk in wrapped]
+    return wrapped
+
+
+def _one_or_all(items: list[Any]) -> Any:
+    return items if len(items) > 1 else items[0]

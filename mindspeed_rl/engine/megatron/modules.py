@@ -5,12 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from megatron.core import parallel_state as mpu
 from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer import attention as megatron_attention
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from mindspeed_rl.device.base import Device
+from mindspeed_rl.engine.megatron.context_parallel import heads_to_tokens, tokens_to_heads
 
 
 class PackedAttention(torch.nn.Module):
@@ -22,17 +24,22 @@ class PackedAttention(torch.nn.Module):
 
     def forward(
         self,
-        query: torch.Tensor,  # [T, heads, head dimension], this tensor-parallel rank's heads
-        key: torch.Tensor,  # [T, key/value heads, head dimension]
+        query: torch.Tensor,  # [T/cp, heads, head dimension], this tensor-parallel rank's heads
+        key: torch.Tensor,  # [T/cp, key/value heads, head dimension]
         value: torch.Tensor,
         attention_mask: torch.Tensor | None,
         packed_seq_params: PackedSeqParams | None = None,
         **_: Any,
     ) -> torch.Tensor:
-        """[T, heads * head dimension]."""
+        """[T/cp, heads * head dimension]."""
         assert packed_seq_params is not None, "training input is always packed"
         cu_seqlens, max_seqlen = packed_seq_params.cu_seqlens_q, packed_seq_params.max_seqlen_q
-        return self.device.varlen_attention(query, key, value, cu_seqlens, max_seqlen).flatten(1)
+        group = mpu.get_context_parallel_group()
+        shared = group.size() > 1
+        if shared:
+            query, key, value = (tokens_to_heads(hidden, group) for hidden in (query, key, value))
+        attended = self.device.varlen_attention(query, key, value, cu_seqlens, max_seqlen)
+        return (heads_to_tokens(attended, group) if shared else attended).flatten(1)
 
 
 class RMSNorm(torch.nn.Module):
@@ -58,11 +65,13 @@ def _rotate_packed(
     cu_seqlens: torch.Tensor | None = None,
     **_: Any,
 ) -> torch.Tensor:
-    """Rotary embedding of packed tokens [T, heads, dimension] without a loop over the sequences."""
+    """Rotary embedding of packed tokens [T/cp, heads, dimension] without a loop over the sequences."""
     assert cu_seqlens is not None, "training input is always packed"
     lengths = (cu_seqlens[1:] - cu_seqlens[:-1]).long()
-    starts = torch.repeat_interleave(cu_seqlens[:-1].long(), lengths, output_size=len(hidden))
-    positions = torch.arange(len(hidden), device=hidden.device) - starts
+    total = len(hidden) * mpu.get_context_parallel_world_size()
+    starts = torch.repeat_interleave(cu_seqlens[:-1].long(), lengths, output_size=total)
+    first = len(hidden) * mpu.get_context_parallel_rank()
+    positions = torch.arange(first, first + len(hidden), device=hidden.device) - starts[first : first + len(hidden)]
     rotated = rope_utils._apply_rotary_pos_emb_bshd(
         hidden.unsqueeze(1), freqs[positions], rotary_interleaved=config.rotary_interleaved
     )

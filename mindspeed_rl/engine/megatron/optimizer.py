@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,12 +19,12 @@ class Optimizer:
 
     Args:
         cfg: the actor's configuration.
-        model: the wrapped model whose gradients are stepped on.
+        model: the wrapped chunks of the model whose gradients are stepped on.
         total_steps: optimizer steps of the whole run; warm-up and decay are shares of it.
     """
 
-    def __init__(self, cfg: MegatronConfig, model: DistributedDataParallel, total_steps: int):
-        self.model = model
+    def __init__(self, cfg: MegatronConfig, model: Sequence[DistributedDataParallel], total_steps: int):
+        self.model = list(model)
         self.megatron = get_megatron_optimizer(
             OptimizerConfig(
                 optimizer="adam",
@@ -37,8 +38,9 @@ class Optimizer:
                 bf16=cfg.bf16,
                 params_dtype=torch.bfloat16 if cfg.bf16 else torch.float32,
                 use_distributed_optimizer=cfg.use_distributed_optimizer,
+                overlap_param_gather=cfg.overlap_param_gather,
             ),
-            [model],
+            self.model,
         )
         warmup_steps = int(cfg.lr_warmup_fraction * total_steps)
         self.scheduler = OptimizerParamScheduler(
@@ -57,7 +59,8 @@ class Optimizer:
 
     def zero_grad(self) -> None:
         """Forget all gradients."""
-        self.model.zero_grad_buffer()
+        for chunk in self.model:
+            chunk.zero_grad_buffer()
         self.megatron.zero_grad()
 
     def step(self) -> tuple[float, float]:
@@ -85,7 +88,7 @@ class Optimizer:
 
     def tensors(self) -> list[torch.Tensor]:
         """Everything the optimizer keeps beside the model: moments, and main weights where they are copies."""
-        model_storages = {p.untyped_storage().data_ptr() for p in self.model.parameters()}
+        model_storages = {p.untyped_storage().data_ptr() for chunk in self.model for p in chunk.parameters()}
         kept: list[torch.Tensor] = []
         for optimizer, parameter in self._parameters():
             state = optimizer.state.get(parameter, {}).values()

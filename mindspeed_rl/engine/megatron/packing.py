@@ -9,24 +9,40 @@ from megatron.core.packed_seq_params import PackedSeqParams
 
 from mindspeed_rl.types import RolloutBatch
 
+_NOTHING = torch.empty(0, dtype=torch.int64)
+
 
 @dataclass(frozen=True)
 class PackedMicroBatch:
     """A micro-batch on the device, `B` sequences in `T` tokens without padding between them."""
 
     batch: RolloutBatch  # the sequences themselves, on the host
-    tokens: torch.Tensor  # [1, T], int64
-    positions: torch.Tensor  # [1, T], int64
-    params: PackedSeqParams
-    predictors: torch.Tensor  # [R], int64: index in T of the token whose logits predict each response token
-    targets: torch.Tensor  # [R], int64: the response tokens
+    tokens: torch.Tensor  # [1, T/cp], int64: this context-parallel rank's part
+    positions: torch.Tensor  # [1, T/cp], int64: of the tokens in their sequences
+    params: PackedSeqParams  # of all T tokens
+    targets: torch.Tensor  # [R], int64: all response tokens
+    predictors: torch.Tensor  # [r], int64: index in T/cp of those tokens whose logits predict response tokens
+    predicted: torch.Tensor  # [r], int64: which of the R response tokens each of them predicts
 
 
-def pack(batch: RolloutBatch, device: torch.device, multiple: int = 1) -> PackedMicroBatch:
-    """Pack `batch`; `T` is rounded up to `multiple` with one sequence of padding at the end."""
+@dataclass(frozen=True)
+class Part:
+    """The `rank`-th of `size` equal parts of a packed micro-batch, whose length is a multiple of `multiple`."""
+
+    rank: int = 0
+    size: int = 1
+    multiple: int = 1
+
+
+def pack(batch: RolloutBatch, device: torch.device, part: Part = Part()) -> PackedMicroBatch:
+    """Pack `batch`, with one sequence of padding at the end if its `T` tokens do not divide into the parts.
+
+    No sequence at all gives padding alone: it does nothing but keep a pipeline in step.
+    """
+    multiple = part.size * part.multiple
     sequences = [torch.cat(pair) for pair in zip(batch.prompts, batch.responses, strict=True)]
     lengths = [len(sequence) for sequence in sequences]
-    padding = -sum(lengths) % multiple
+    padding = -sum(lengths) % multiple if lengths else multiple
     if padding:
         sequences.append(torch.zeros(padding, dtype=torch.int64))
     starts = torch.tensor([0, *(len(sequence) for sequence in sequences)]).cumsum(0)
@@ -34,12 +50,16 @@ def pack(batch: RolloutBatch, device: torch.device, multiple: int = 1) -> Packed
         torch.arange(len(response)) + start + len(prompt) - 1
         for start, prompt, response in zip(starts.tolist(), batch.prompts, batch.responses, strict=False)
     ]
+    total = sum(len(sequence) for sequence in sequences)
+    mine = slice(part.rank * total // part.size, (part.rank + 1) * total // part.size)
+    of_all = torch.cat([_NOTHING, *predictors])
+    predicted = torch.nonzero((of_all >= mine.start) & (of_all < mine.stop))[:, 0]
     cu_seqlens = starts.to(device=device, dtype=torch.int32)
     longest = max(len(sequence) for sequence in sequences)
     return PackedMicroBatch(
         batch=batch,
-        tokens=torch.cat(sequences)[None].to(device),
-        positions=torch.cat([torch.arange(len(sequence)) for sequence in sequences])[None].to(device),
+        tokens=torch.cat(sequences)[None, mine].to(device),
+        positions=torch.cat([torch.arange(len(sequence)) for sequence in sequences])[None, mine].to(device),
         params=PackedSeqParams(
             qkv_format="thd",
             cu_seqlens_q=cu_seqlens,
@@ -47,6 +67,7 @@ def pack(batch: RolloutBatch, device: torch.device, multiple: int = 1) -> Packed
             max_seqlen_q=longest,
             max_seqlen_kv=longest,
         ),
-        predictors=torch.cat(predictors).to(device),
-        targets=torch.cat(batch.responses).to(device),
+        predictors=(of_all[predicted] - mine.start).to(device),
+        predicted=predicted.to(device),
+        targets=torch.cat([_NOTHING, *batch.responses]).to(device),
     )
