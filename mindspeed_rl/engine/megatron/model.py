@@ -8,19 +8,24 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
-from megatron.core.transformer.transformer_config import TransformerConfig
 
 from mindspeed_rl.config.model import ModelConfig
 from mindspeed_rl.config.schema import MegatronConfig
 from mindspeed_rl.device.base import Device
-from mindspeed_rl.engine.megatron.modules import PackedAttention, RMSNorm, use_packed_rotary_embedding
+from mindspeed_rl.engine.megatron.modules import (
+    PackedAttention,
+    RMSNorm,
+    RotaryTransformerConfig,
+    use_packed_rotary_embedding,
+)
+from mindspeed_rl.engine.megatron.rotary import attention_scaling, inverse_frequencies
 from mindspeed_rl.resharding.layout import WeightLayout
 
 
-def transformer_config(cfg: MegatronConfig, model: ModelConfig, device: Device) -> TransformerConfig:
+def transformer_config(cfg: MegatronConfig, model: ModelConfig, device: Device) -> RotaryTransformerConfig:
     """Megatron's configuration of `model` under the parallel layout and precision of `cfg`."""
     dtype = torch.bfloat16 if cfg.bf16 else torch.float32
-    return TransformerConfig(
+    return RotaryTransformerConfig(
         num_layers=model.num_layers,
         hidden_size=model.hidden_size,
         ffn_hidden_size=model.ffn_hidden_size,
@@ -30,6 +35,7 @@ def transformer_config(cfg: MegatronConfig, model: ModelConfig, device: Device) 
         normalization="RMSNorm",
         layernorm_epsilon=model.norm_epsilon,
         qk_layernorm=model.qk_layernorm,
+        attention_scaling=attention_scaling(model.rope_scaling),
         add_qkv_bias=model.add_qkv_bias,
         add_bias_linear=False,
         gated_linear_unit=True,
@@ -83,6 +89,7 @@ def build_model(cfg: MegatronConfig, model: ModelConfig, device: Device, layout:
         position_embedding_type="rope",
         rotary_base=model.rotary_base,
     )
+    built.rotary_pos_emb.inv_freq = inverse_frequencies(model, device.current())
     # Megatron marks shards while initialising weights, which we skip; its gradient norm counts unmarked ones once
     for name, parameter in layout.held(model, mpu.get_pipeline_model_parallel_rank()).items():
         tensor = built.get_parameter(name)

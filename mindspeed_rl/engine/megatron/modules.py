@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,6 +12,13 @@ from megatron.core.transformer import attention as megatron_attention
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from mindspeed_rl.device.base import Device
+
+
+@dataclass
+class RotaryTransformerConfig(TransformerConfig):
+    """Megatron's configuration, and what the rotary embedding's cosines and sines are multiplied with."""
+
+    attention_scaling: float = 1.0
 
 
 class PackedAttention(torch.nn.Module):
@@ -54,7 +62,7 @@ class RMSNorm(torch.nn.Module):
 def _rotate_packed(
     hidden: torch.Tensor,
     freqs: torch.Tensor,
-    config: TransformerConfig,
+    config: RotaryTransformerConfig,
     cu_seqlens: torch.Tensor | None = None,
     **_: Any,
 ) -> torch.Tensor:
@@ -64,7 +72,10 @@ def _rotate_packed(
     starts = torch.repeat_interleave(cu_seqlens[:-1].long(), lengths, output_size=len(hidden))
     positions = torch.arange(len(hidden), device=hidden.device) - starts
     rotated = rope_utils._apply_rotary_pos_emb_bshd(
-        hidden.unsqueeze(1), freqs[positions], rotary_interleaved=config.rotary_interleaved
+        hidden.unsqueeze(1),
+        freqs[positions],
+        rotary_interleaved=config.rotary_interleaved,
+        mscale=config.attention_scaling,
     )
     return rotated.squeeze(1)
 
