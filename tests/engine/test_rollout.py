@@ -59,10 +59,14 @@ def rollout(rank: int, folder: str, train: dict[str, int], infer_tp: int, temper
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     root = tmp_path_factory.mktemp("models")
+    mistral = make_family(root / "mistral", "mistral")
+    for file in ("params.json", "consolidated.safetensors"):  # Mistral's own format, which its folders hold, too
+        (mistral / file).write_text("{}")
     return {
         "qwen2-tied": str(make_tiny_model(root / "qwen2-tied", tie=True)),
         "qwen3": str(make_tiny_model(root / "qwen3", architecture="qwen3")),
-        **{name: str(make_family(root / name, name)) for name in ("llama-yarn", "mistral")},
+        "llama-yarn": str(make_family(root / "llama-yarn", "llama-yarn")),
+        "mistral": str(mistral),
     }
 
 
