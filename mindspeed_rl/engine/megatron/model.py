@@ -8,6 +8,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 from mindspeed_rl.config.model import ModelConfig
 from mindspeed_rl.config.schema import MegatronConfig
@@ -22,7 +23,7 @@ from mindspeed_rl.engine.megatron.rotary import attention_scaling, inverse_frequ
 from mindspeed_rl.resharding.layout import WeightLayout
 
 
-def transformer_config(cfg: MegatronConfig, model: ModelConfig, device: Device) -> RotaryTransformerConfig:
+def transformer_config(cfg: MegatronConfig, model: ModelConfig, device: Device) -> TransformerConfig:
     """Megatron's configuration of `model` under the parallel layout and precision of `cfg`."""
     dtype = torch.bfloat16 if cfg.bf16 else torch.float32
     return RotaryTransformerConfig(

@@ -2,7 +2,7 @@
 
 Megatron-core has two of the methods, with some of their parameters fixed; here all have all of Hugging Face's.
 Operations are those of transformers and vLLM in the same order, so that the float32 results are equal bit for bit:
-at position 100,000 the last bit of a frequency turns the angle by 0.006.
+at position 100,000 the last bit of a frequency turns the angle by 0.006. (`linear` alone vLLM applies to positions.)
 """
 
 from __future__ import annotations
