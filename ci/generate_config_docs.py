@@ -14,6 +14,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from mindspeed_rl.config.model import ModelConfig  # noqa: E402
+from mindspeed_rl.config.rope import RopeScaling  # noqa: E402
 from mindspeed_rl.config.rules import VERIFIERS  # noqa: E402
 from mindspeed_rl.config.schema import (  # noqa: E402
     Config,
@@ -74,6 +75,7 @@ SECTIONS: list[tuple[str, type[BaseModel], str]] = [
     ("`generate_config`", GenerateConfig, ""),
     ("`generate_config.sampling_config`", SamplingConfig, ""),
     ("`model.<preset>`", ModelConfig, "Files in `configs/model/` hold one preset each, under its name."),
+    ("`model.<preset>.rope_scaling`", RopeScaling, "The keys and values of Hugging Face's `config.json`."),
 ]
 
 

@@ -7,7 +7,9 @@ from typing import Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
 
-Architecture = Literal["Qwen2ForCausalLM", "Qwen3ForCausalLM", "LlamaForCausalLM"]
+from mindspeed_rl.config.rope import RopeScaling, rope_from_hf
+
+Architecture = Literal["Qwen2ForCausalLM", "Qwen3ForCausalLM", "LlamaForCausalLM", "MistralForCausalLM"]
 _REQUIRED_KEYS = (
     "num_hidden_layers",
     "hidden_size",
@@ -36,6 +38,10 @@ class ModelConfig(BaseModel):
     )
     norm_epsilon: PositiveFloat = Field(1e-6, description="epsilon of RMSNorm")
     rotary_base: PositiveFloat = Field(10000.0, description="base of the rotary position embedding (rope theta)")
+    rope_scaling: RopeScaling | None = Field(None, description="how the rotary position embedding is stretched")
+    sliding_window: PositiveInt | None = Field(
+        None, description="tokens that attention looks back over (Mistral); longer sequences are refused"
+    )
     untie_embeddings_and_output_weights: bool = Field(True, description="false: the output layer uses the embedding")
     add_qkv_bias: bool = Field(False, description="bias in the query, key and value projections (Qwen2)")
     qk_layernorm: bool = Field(False, description="RMSNorm on each query and key head (Qwen3)")
@@ -45,9 +51,9 @@ class ModelConfig(BaseModel):
         """Derive the shape from the contents of a Hugging Face `config.json`.
 
         Raises:
-            ValueError: a key is missing, or the architecture or a feature of it (rope scaling, sliding window,
-                another activation, quantized weights, a bias the weight-name table lacks) is not supported;
-                names the key and value.
+            ValueError: a key is missing, or the architecture or a feature of it (a method of rope scaling, layers
+                that differ in attention, another activation, quantized weights, a bias the weight-name table lacks)
+                is not supported; names the key and value.
         """
         architecture = (hf.get("architectures") or [None])[0]
         if architecture not in get_args(Architecture):
@@ -55,13 +61,11 @@ class ModelConfig(BaseModel):
         missing = [key for key in _REQUIRED_KEYS if hf.get(key) is None]
         if missing:
             raise ValueError(f"the configuration of {architecture} lacks {', '.join(missing)}")
-        # transformers 5 nests rope settings; older files keep them at the top level
-        rope = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
+        rotary_base, rope_scaling = rope_from_hf(hf)
         features = {
-            "rope_type": (rope.get("rope_type", rope.get("type", "default")), "default"),
-            "partial_rotary_factor": (rope.get("partial_rotary_factor", hf.get("partial_rotary_factor", 1.0)), 1.0),
             "hidden_act": (hf.get("hidden_act", "silu"), "silu"),
             "use_sliding_window": (bool(hf.get("use_sliding_window")), False),
+            "layer_types": (sorted(set(hf.get("layer_types") or ["full_attention"])), ["full_attention"]),
             "mlp_bias": (bool(hf.get("mlp_bias")), False),
             "attention_bias": (bool(hf.get("attention_bias")), False),
             "quantization_config": (hf.get("quantization_config"), None),
@@ -83,18 +87,27 @@ class ModelConfig(BaseModel):
             vocab_size=hf["vocab_size"],
             max_position_embeddings=hf["max_position_embeddings"],
             norm_epsilon=hf.get("rms_norm_eps", 1e-6),
-            rotary_base=rope.get("rope_theta", hf.get("rope_theta", 10000.0)),
+            rotary_base=rotary_base,
+            rope_scaling=rope_scaling,
+            # a file without the key means the class's default
+            sliding_window=hf.get("sliding_window", 4096) if architecture == "MistralForCausalLM" else None,
             untie_embeddings_and_output_weights=not hf.get("tie_word_embeddings", False),
             add_qkv_bias=architecture == "Qwen2ForCausalLM",
             qk_layernorm=architecture == "Qwen3ForCausalLM",
         )
 
     @model_validator(mode="after")
-    def _check_heads(self) -> ModelConfig:
+    def _check(self) -> ModelConfig:
         if self.num_attention_heads % self.num_query_groups:
             raise ValueError(
                 f"num_attention_heads = {self.num_attention_heads} is not a multiple of "
                 f"num_query_groups = {self.num_query_groups}"
+            )
+        length = self.rope_scaling and self.rope_scaling.yarn_length
+        if length and self.max_position_embeddings > length:
+            raise ValueError(
+                f"max_position_embeddings = {self.max_position_embeddings} is more than rope_scaling.factor x "
+                f"original_max_position_embeddings = {length:g}"
             )
         return self
 

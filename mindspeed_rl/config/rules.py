@@ -215,11 +215,10 @@ def rollout_length_fits_model(cfg: Config, model: ModelConfig) -> Found:
 
 
 def _within_positions(path: str, length: int, model: ModelConfig) -> Found:
-    limit = model.max_position_embeddings
-    if length > limit:
-        yield Violation(
-            path, length, f"is longer than the model's max_position_embeddings = {limit}", f"at most {limit}"
-        )
+    for key in ("max_position_embeddings", "sliding_window"):
+        limit = getattr(model, key)
+        if limit is not None and length > limit:
+            yield Violation(path, length, f"is longer than the model's {key} = {limit}", f"at most {limit}")
 
 
 @rule("generate_config.max_num_batched_tokens", "generate_config.max_num_seqs")

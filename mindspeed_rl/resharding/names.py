@@ -98,6 +98,7 @@ TABLES: dict[str, tuple[Row, ...]] = {
     "Qwen2ForCausalLM": DENSE_TABLE,
     "Qwen3ForCausalLM": DENSE_TABLE,
     "LlamaForCausalLM": DENSE_TABLE,
+    "MistralForCausalLM": DENSE_TABLE,
 }
 
 

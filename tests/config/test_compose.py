@@ -12,6 +12,8 @@ import yaml
 from mindspeed_rl.common.errors import ConfigError
 from mindspeed_rl.config.compose import compose_yaml, load_config, schema_keys, validate
 from mindspeed_rl.config.files import resolve_model
+from mindspeed_rl.config.layout import derive_layout
+from mindspeed_rl.config.memory import GIB, estimate_memory
 from mindspeed_rl.config.model import ModelConfig
 from mindspeed_rl.config.schema import Config
 
@@ -67,22 +69,63 @@ def test_presets_are_named_after_their_file(path):
     assert list(content) == [path.stem]
 
 
-@pytest.mark.parametrize(
-    ("preset", "parameters"),
-    # totals of the published checkpoints (model.safetensors), tied embeddings stored once
-    [
-        ("qwen25_0b5", 494_032_768),
-        ("qwen25_1b5", 1_543_714_304),
-        ("qwen25_7b", 7_615_616_512),
-        ("qwen3_0b6", 596_049_920),
-        ("llama3_8b", 8_030_261_248),
-        ("smollm2_135m", 134_515_008),
-    ],
-)
-def test_presets_have_the_published_number_of_parameters(preset, parameters, tmp_path):
+# totals of the published checkpoints (model.safetensors), tied embeddings stored once
+PUBLISHED_PARAMETERS = {
+    "qwen25_0b5": 494_032_768,
+    "qwen25_1b5": 1_543_714_304,
+    "qwen25_7b": 7_615_616_512,
+    "qwen25_14b": 14_770_033_664,
+    "qwen25_32b": 32_763_876_352,
+    "qwen25_72b": 72_706_203_648,
+    "qwen3_0b6": 596_049_920,
+    "qwen3_1b7": 1_720_574_976,
+    "qwen3_4b": 4_022_468_096,
+    "qwen3_8b": 8_190_735_360,
+    "qwen3_14b": 14_768_307_200,
+    "qwen3_32b": 32_762_123_264,
+    "llama2_7b": 6_738_415_616,
+    "llama3_8b": 8_030_261_248,
+    "llama3_70b": 70_553_706_496,
+    "llama31_8b": 8_030_261_248,
+    "llama32_1b": 1_235_814_400,
+    "mistral_7b": 7_248_023_552,
+    "smollm2_135m": 134_515_008,
+}
+
+
+@pytest.mark.parametrize("preset", sorted(PUBLISHED_PARAMETERS))
+def test_presets_have_the_published_number_of_parameters(preset, tmp_path):
     (tmp_path / "run.yaml").write_text(f"defaults:\n  - model: [{preset}]\n  - _self_\n")
     content = yaml.safe_load(compose_yaml("run", config_dir=str(tmp_path)))["model"]
-    assert ModelConfig(**content[preset]).num_parameters == parameters
+    assert ModelConfig(**content[preset]).num_parameters == PUBLISHED_PARAMETERS[preset]
+
+
+def test_every_preset_is_compared_with_a_published_model():
+    assert {*PUBLISHED_PARAMETERS, "tiny_qwen2"} == {path.stem for path in (CONFIGS / "model").glob("*.yaml")}
+
+
+# GiB that a device of a shipped run has: NPUs of the Atlas A2 and A3 series (a die), and by the name's ending
+DEVICE_MEMORY = {"npu": 64, "h200": 139}
+ACCELERATED = [name for name in RUNS if not name.endswith("_cpu")]
+
+
+@pytest.mark.parametrize("name", ACCELERATED)
+def test_shipped_run_configurations_fit_their_devices(name):
+    cfg, _ = load_config(name)
+    machine = name.rpartition("_")[2]
+    assert cfg.device == ("cuda" if machine == "h200" else "npu")
+    memory = DEVICE_MEMORY.get(machine, DEVICE_MEMORY["npu"]) * GIB
+    estimate = estimate_memory(cfg, resolve_model(cfg), derive_layout(cfg))
+    assert estimate.training + (0 if cfg.generate_config.offload_reference else estimate.reference) < 0.85 * memory
+    rollout = cfg.generate_config.gpu_memory_utilization * memory
+    assert estimate.training_kept + rollout < 0.9 * memory
+    # room for the cache of many sequences at full length; the others wait their turn
+    assert rollout - estimate.rollout_weights > 32 * cfg.generate_config.max_model_len * estimate.kv_per_token
+
+
+def test_every_accelerated_run_has_a_sibling_on_the_other_device():
+    npu = {name for name in ACCELERATED if not name.endswith("_h200")}
+    assert {f"{name}_h200" for name in npu} <= set(ACCELERATED)
 
 
 def test_unknown_configuration_names_near_ones():
@@ -230,6 +273,21 @@ def test_devices_overridden_under_both_names_are_refused(order):
         ("generate_config.sampling_config=3", "generate_config.sampling_config", ["is not a section"]),
         ("~model.tiny_qwen2.num_layers", "model.tiny_qwen2.num_layers", ["required, but missing"]),
         ("model.tiny_qwen2.num_layer=3", "model.tiny_qwen2.num_layer", ["unknown key"]),
+        (
+            "model.tiny_qwen2.rope_scaling={rope_type: linear}",
+            "model.tiny_qwen2.rope_scaling.factor",
+            ["required, but missing"],
+        ),
+        (
+            "model.tiny_qwen2.rope_scaling={rope_type: yarn, factor: 4}",
+            "model.tiny_qwen2.rope_scaling",
+            ["'factor': 4}", "original_max_position_embeddings is needed with rope_type = 'yarn'"],
+        ),
+        (
+            "model.tiny_qwen2.rope_scaling={rope_type: dynamic, factor: 4}",
+            "model.tiny_qwen2.rope_scaling.rope_type",
+            ["'dynamic'", "'linear', 'llama3' or 'yarn'"],
+        ),
         ("rl_config.custom_reward_function={}", "rl_config.custom_reward_function.path", ["required, but missing"]),
     ],
 )

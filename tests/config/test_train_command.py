@@ -52,6 +52,14 @@ def test_dry_run_of_the_7b_configuration_imports_nothing_heavy():
         assert part in result.stdout
 
 
+@pytest.mark.parametrize("path", sorted((ROOT / "configs" / "grpo").glob("*.yaml")), ids=lambda path: path.stem)
+def test_dry_run_of_every_shipped_configuration(path, capsys):
+    assert main(["--config-name", path.stem, "--dry-run"]) == 0
+    output = capsys.readouterr().out
+    assert "Memory per device" in output
+    assert "Configuration is valid" in output
+
+
 def test_trace_is_a_switch_of_the_command_line(capsys):
     assert main([*TINY, "--trace", "--cfg", "job"]) == 0
     assert "trace: true" in capsys.readouterr().out.splitlines()

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.families import make_family
 from support.ranks import run_ranks
 from transformers import AutoModelForCausalLM
 
@@ -15,7 +16,7 @@ from mindspeed_rl.config.schema import GenerateConfig, MegatronConfig, SamplingC
 from mindspeed_rl.data.packing import fixed_micro_batches
 from mindspeed_rl.types import RolloutBatch
 
-PROMPTS = [[6, 2, 7, 5], [9, 1, 8], [10, 5], [6, 6, 6, 6, 6], [11, 3], [12, 4, 9]]
+PROMPTS = [[6, 2, 7, 5], [9, 1, 8], [10, 5], [6, 6, 6, 6, 6], [11, 3], [12, 4, 9], [*range(1, 16), *range(15, 0, -1)]]
 STOP = [0]
 MAX_TOKENS = 12
 LOG_PROB_TOLERANCE = 5e-6  # nats, float32: training against rollout kernels
@@ -58,10 +59,14 @@ def rollout(rank: int, folder: str, train: dict[str, int], infer_tp: int, temper
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     root = tmp_path_factory.mktemp("models")
+    mistral = make_family(root / "mistral", "mistral")
+    for file in ("params.json", "consolidated.safetensors"):  # Mistral's own format, which its folders hold, too
+        (mistral / file).write_text("{}")
     return {
         "qwen2-tied": str(make_tiny_model(root / "qwen2-tied", tie=True)),
         "qwen3": str(make_tiny_model(root / "qwen3", architecture="qwen3")),
-        "llama": str(make_tiny_model(root / "llama", architecture="llama")),
+        "llama-yarn": str(make_family(root / "llama-yarn", "llama-yarn")),
+        "mistral": str(mistral),
     }
 
 
@@ -105,9 +110,10 @@ def test_layouts_generate_the_same(
     assert any(result["scored"] is not None for result in results)
 
 
-@pytest.mark.parametrize("family", ["qwen2-tied", "qwen3", "llama"])
+@pytest.mark.parametrize("family", ["qwen2-tied", "qwen3", "llama-yarn", "mistral"])
 def test_greedy_output_equals_that_of_transformers(family: str, folders: dict[str, str]) -> None:
     result = run_ranks(1, rollout, folders[family], {}, 1, 0.0)[0]
+    assert_rollout_equals_training(result)
     model = AutoModelForCausalLM.from_pretrained(Path(folders[family]))
     for prompt, tokens in zip(PROMPTS, result["tokens"], strict=True):
         expected = model.generate(torch.tensor([prompt]), max_new_tokens=MAX_TOKENS, do_sample=False, pad_token_id=0)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from support.ranks import run_ranks
+from support.reference import hf_log_probs, of_responses
 from transformers import AutoModelForCausalLM
 
 from examples.make_tiny_model import make_tiny_model
@@ -188,33 +189,10 @@ def one_rank(folder: str) -> list[dict[str, Any]]:
     return run_ranks(1, train, folder, {}, Micro(SEQUENCES), 2)
 
 
-def hf_log_probs(model: torch.nn.Module, batch: RolloutBatch) -> list[torch.Tensor]:
-    results = []
-    for prompt, response in zip(batch.prompts, batch.responses, strict=True):
-        logits = model(torch.cat([prompt, response])[None]).logits[0, len(prompt) - 1 : -1] / TEMPERATURE
-        results.append(logits.log_softmax(-1))
-    return results
-
-
-def chosen(log_probs: list[torch.Tensor], batch: RolloutBatch) -> torch.Tensor:
-    picked = [lp.gather(-1, r[:, None])[:, 0] for lp, r in zip(log_probs, batch.responses, strict=True)]
-    return torch.cat(picked)
-
-
-@pytest.mark.parametrize("architecture", ["qwen2", "qwen3", "llama"])
-def test_log_probs_equal_those_of_transformers(architecture: str, tmp_path: Any) -> None:
-    folder = str(make_tiny_model(tmp_path / architecture, architecture=architecture))
-    result = run_ranks(1, train, folder, {}, Micro(3), 0)
-    with torch.no_grad():
-        expected = chosen(hf_log_probs(AutoModelForCausalLM.from_pretrained(folder), make_batch()), make_batch())
-    for key in ("log_probs", "reference"):
-        torch.testing.assert_close(gather(result, key), expected, atol=LOG_PROB_TOLERANCE, rtol=0)
-
-
 def test_gradient_equals_autograd_of_the_textbook_loss(folder: str, one_rank: list[dict[str, Any]]) -> None:
     batch, model = make_batch(), AutoModelForCausalLM.from_pretrained(folder)
-    all_log_probs = hf_log_probs(model, batch)
-    log_probs = chosen(all_log_probs, batch)
+    all_log_probs = hf_log_probs(model, batch, TEMPERATURE)
+    log_probs = of_responses(all_log_probs, batch)
     columns = {name: torch.cat(values) for name, values in batch.columns.items()}
     entropy = torch.cat([-(lp.exp() * lp).sum(-1) for lp in all_log_probs])
     difference = columns["reference_log_probs"] - log_probs

@@ -33,7 +33,7 @@ def shape_of(model) -> ModelConfig:
     return ModelConfig.from_hf({**model.config.to_dict(), "architectures": [type(model).__name__]})
 
 
-@pytest.mark.parametrize("model_type", ["qwen2", "qwen3", "llama"])
+@pytest.mark.parametrize("model_type", ["qwen2", "qwen3", "llama", "mistral"])
 @pytest.mark.parametrize("tie", [False, True])
 def test_table_covers_exactly_the_weights_of_the_hugging_face_model(model_type, tie):
     model = hf_model(model_type, tie_word_embeddings=tie)

@@ -18,7 +18,13 @@ from mindspeed_rl.config.layout import Chunks
 from mindspeed_rl.config.model import ModelConfig
 from mindspeed_rl.config.schema import MegatronConfig
 from mindspeed_rl.device.base import Device
-from mindspeed_rl.engine.megatron.modules import PackedAttention, RMSNorm, use_packed_rotary_embedding
+from mindspeed_rl.engine.megatron.modules import (
+    PackedAttention,
+    RMSNorm,
+    RotaryTransformerConfig,
+    use_packed_rotary_embedding,
+)
+from mindspeed_rl.engine.megatron.rotary import attention_scaling, inverse_frequencies
 from mindspeed_rl.resharding.layout import WeightLayout
 from mindspeed_rl.resharding.names import global_name
 
@@ -31,7 +37,7 @@ def transformer_config(cfg: MegatronConfig, model: ModelConfig, device: Device, 
     """
     pp, chunks = len(stages), len(stages[0])
     dtype = torch.bfloat16 if cfg.bf16 else torch.float32
-    return TransformerConfig(
+    return RotaryTransformerConfig(
         num_layers=pp * chunks * max(len(layers) for stage in stages for layers in stage),
         hidden_size=model.hidden_size,
         ffn_hidden_size=model.ffn_hidden_size,
@@ -41,6 +47,7 @@ def transformer_config(cfg: MegatronConfig, model: ModelConfig, device: Device, 
         normalization="RMSNorm",
         layernorm_epsilon=model.norm_epsilon,
         qk_layernorm=model.qk_layernorm,
+        attention_scaling=attention_scaling(model.rope_scaling),
         add_qkv_bias=model.add_qkv_bias,
         add_bias_linear=False,
         gated_linear_unit=True,
@@ -114,6 +121,7 @@ def _build_chunk(
         rotary_base=model.rotary_base,
         vp_stage=number if len(layout.stages[pp_rank]) > 1 else None,
     )
+    built.rotary_pos_emb.inv_freq = inverse_frequencies(model, device.current())
     # Megatron marks shards while initialising weights, which we skip; its gradient norm counts unmarked ones once
     held = layout.held(model, pp_rank)
     for name, tensor in built.named_parameters():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,6 +14,13 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from mindspeed_rl.device.base import Device
 from mindspeed_rl.engine.megatron.context_parallel import heads_to_tokens, tokens_to_heads
+
+
+@dataclass
+class RotaryTransformerConfig(TransformerConfig):
+    """Megatron's configuration, and what the rotary embedding's cosines and sines are multiplied with."""
+
+    attention_scaling: float = 1.0
 
 
 class PackedAttention(torch.nn.Module):
@@ -61,7 +69,7 @@ class RMSNorm(torch.nn.Module):
 def _rotate_packed(
     hidden: torch.Tensor,
     freqs: torch.Tensor,
-    config: TransformerConfig,
+    config: RotaryTransformerConfig,
     cu_seqlens: torch.Tensor | None = None,
     **_: Any,
 ) -> torch.Tensor:
@@ -73,7 +81,10 @@ def _rotate_packed(
     first = len(hidden) * mpu.get_context_parallel_rank()
     positions = torch.arange(first, first + len(hidden), device=hidden.device) - starts[first : first + len(hidden)]
     rotated = rope_utils._apply_rotary_pos_emb_bshd(
-        hidden.unsqueeze(1), freqs[positions], rotary_interleaved=config.rotary_interleaved
+        hidden.unsqueeze(1),
+        freqs[positions],
+        rotary_interleaved=config.rotary_interleaved,
+        mscale=config.attention_scaling,
     )
     return rotated.squeeze(1)
 

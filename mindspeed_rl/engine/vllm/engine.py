@@ -42,6 +42,7 @@ class VllmEngine:
         cfg = self.cfg
         return {
             "model": model_folder,
+            "config_format": "hf",  # what training reads; Mistral's folders hold its own format, too
             "load_format": "dummy",
             "skip_tokenizer_init": not cfg.sampling_config.detokenize,
             "trust_remote_code": cfg.trust_remote_code,
