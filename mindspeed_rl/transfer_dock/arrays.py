@@ -19,7 +19,7 @@ def as_index(numbers: np.ndarray) -> np.ndarray | slice:
 
 def counted(numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The different numbers in the order in which they occur first, and how often each does."""
-    if (numbers[1:] >= numbers[:-1]).all():  # ascending: faster than to sort again
+    if len(numbers) and (numbers[1:] >= numbers[:-1]).all():  # ascending: faster than to sort again
         starts = np.concatenate(([0], np.flatnonzero(numbers[1:] != numbers[:-1]) + 1))
         return numbers[starts], np.diff(starts, append=len(numbers))
     different, first, counts = np.unique(numbers, return_index=True, return_counts=True)
