@@ -134,7 +134,7 @@ def test_stages_own_every_parameter_once():
     names = [parameter.name for stage in owned for parameter in stage.values()]
     assert sorted(names) == sorted(parameter.name for parameter in parameter_table(config))
     assert "decoder.layers.2.input_layernorm.weight" in owned[1]
-    assert owned[1]["decoder.layers.2.input_layernorm.weight"].layer == 3
+    assert owned[1]["decoder.layers.2.input_layernorm.weight"].layer == 2
     extra = set(layout.held(config, 1)) - set(owned[1])
     assert extra == {"output_layer.weight"}
     assert layout.held(config, 1)["output_layer.weight"].hf_names == ("model.embed_tokens.weight",)
