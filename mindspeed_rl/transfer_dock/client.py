@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 import ray
 
-from mindspeed_rl.common.errors import DockError, DockTimeout, MindSpeedRLError
+from mindspeed_rl.common.errors import DockError, DockTimeout
 from mindspeed_rl.transfer_dock.spec import Claim
 from mindspeed_rl.transfer_dock.wire import Connection, Endpoint
 
@@ -55,6 +55,8 @@ class Client:
         look = partial(self._look, method, time.monotonic() + seconds + _ANSWER_SECONDS, seconds)
         try:
             ok, answer, unwanted = self._exchange(method, arguments, look)
+        except DockTimeout:  # which is an OSError, too: the connection is as good as before
+            raise
         except OSError as error:
             if (connection := vars(self._of_thread).pop("connection", None)) is not None:
                 connection.close()
@@ -68,9 +70,7 @@ class Client:
                 self.request("release", claim.iteration, claim.lease)
         if ok:
             return answer
-        if isinstance(answer, MindSpeedRLError):
-            raise answer
-        raise DockError(f"the TransferDock controller could not do '{method}': {answer!r}") from answer
+        raise answer
 
     def _exchange(
         self, method: str, arguments: tuple[Any, ...], look: Callable[[], None]
@@ -144,7 +144,8 @@ class Client:
             except DockTimeout:
                 continue  # slow, not dead: the next sign counts as much
             except DockError:
-                return  # nobody to give signs to; whoever uses the dock gets the same error
+                if self._is_dead():
+                    return  # nobody to give signs to; whoever uses the dock gets the same error
             time.sleep(self._renew_seconds)
 
 

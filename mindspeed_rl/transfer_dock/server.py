@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from mindspeed_rl.common.errors import DockTimeout
+from mindspeed_rl.common.errors import DockError, DockTimeout, MindSpeedRLError
 from mindspeed_rl.transfer_dock.spec import NOT_YET, Claim, DockSpec
 from mindspeed_rl.transfer_dock.table import DockTable
 from mindspeed_rl.transfer_dock.wire import ServerConnection, listen
@@ -80,13 +80,15 @@ class DockServer:
         failed = loop.create_future()
 
         def fail(_loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-            if not failed.done():
+            if isinstance(context.get("exception"), OSError):  # accepting: asyncio goes on
+                loop.default_exception_handler(context)
+            elif not failed.done():
                 failed.set_exception(context.get("exception") or RuntimeError(context["message"]))
 
         loop.set_exception_handler(fail)
         self._loop = loop
         server = await loop.create_server(
-            lambda: ServerConnection(self.key, self._receive, self._lost), sock=self._socket
+            lambda: ServerConnection(self.key, self._receive, self._lost), sock=self._socket, backlog=1024
         )
         async with server:
             await failed
@@ -146,6 +148,8 @@ class DockServer:
                 self._answer(sender, answer)
 
     def _answer(self, sender: Sender, answer: Any, ok: bool = True) -> None:
+        if not ok and not isinstance(answer, MindSpeedRLError):  # of a class that the client may not have
+            answer = DockError(f"the TransferDock controller failed: {answer!r}")
         if not sender.connection.is_closed:
             sender.connection.send((sender.number, ok, answer, self._table.take_freed(sender.holder)))
         elif isinstance(answer, Claim):

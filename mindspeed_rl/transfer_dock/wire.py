@@ -154,12 +154,11 @@ class ServerConnection(asyncio.Protocol):
             self._proven = True
         while (frame := self._frames.message()) is not None:
             try:
-                message = pickle.loads(frame)
+                self._receive(self, pickle.loads(frame))
             except Exception:  # noqa: BLE001 - whatever a client sends, the others go on
                 traceback.print_exc()
                 self._transport.abort()
                 return
-            self._receive(self, message)
 
     def connection_lost(self, _error: Exception | None) -> None:
         """See `asyncio.Protocol`."""
@@ -179,5 +178,5 @@ class ServerConnection(asyncio.Protocol):
 def listen() -> socket.socket:
     """A listening socket on all interfaces, at a free port."""
     if socket.has_dualstack_ipv6():
-        return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024)
-    return socket.create_server(("", 0), backlog=1024)
+        return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
+    return socket.create_server(("", 0))
