@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 import ray
 
-from mindspeed_rl.common.errors import DockError, DockTimeout
+from mindspeed_rl.common.errors import DockError, DockTimeout, MindSpeedRLError
 from mindspeed_rl.transfer_dock.spec import Claim
 from mindspeed_rl.transfer_dock.wire import Connection, Endpoint
 
@@ -40,8 +40,7 @@ class Client:
         self._lifetime = controller.lifetime.remote()
         self._of_thread = threading.local()
         self._lock = threading.Lock()
-        self._kept: dict[int, ray.ObjectRef] = {}
-        self._free_already: set[int] = set()
+        self._kept: dict[bytes, ray.ObjectRef] = {}
         self._renew_seconds = renew_seconds
         self._renewing = False
 
@@ -84,7 +83,7 @@ class Client:
         unwanted: list[Claim] = []
         while True:  # an earlier request may have been given up, by an interrupt for example
             answered, ok, answer, freed = mine.connection.receive(look)
-            self._free(freed)
+            self._free(address.binary for address in freed)
             if answered == number:
                 return ok, answer, unwanted
             if isinstance(answer, Claim):
@@ -114,19 +113,24 @@ class Client:
 
     # --- what this process keeps
 
-    def keep(self, payload: int, ref: ray.ObjectRef) -> None:
-        """Keep an object until the controller says that the payload is free."""
-        with self._lock:
-            if payload in self._free_already:
-                self._free_already.remove(payload)
-            else:
-                self._kept[payload] = ref
+    def request_with(self, refs: Iterable[ray.ObjectRef], method: str, *arguments: Any, seconds: float = 0.0) -> None:
+        """A request that registers objects: they are kept until the controller says that they are free.
 
-    def _free(self, payloads: Iterable[int]) -> None:
+        From before the request on, as one that is given up may succeed nonetheless.
+        """
+        kept = {ref.binary(): ref for ref in refs}
         with self._lock:
-            for payload in payloads:
-                if self._kept.pop(payload, None) is None:
-                    self._free_already.add(payload)  # free before `put` has returned
+            self._kept |= kept
+        try:
+            self.request(method, *arguments, seconds=seconds)
+        except MindSpeedRLError:
+            self._free(kept)
+            raise
+
+    def _free(self, objects: Iterable[bytes]) -> None:
+        with self._lock:
+            for binary in objects:
+                self._kept.pop(binary, None)
 
     def live(self) -> None:
         """Give signs of life from now on, as this process holds leases or payloads."""

@@ -331,7 +331,7 @@ def test_rows_granted_to_a_claim_that_was_given_up_are_released():
 
 
 def test_rows_granted_to_a_connection_that_is_gone_are_released():
-    dock = make_dock()
+    dock = make_dock(renew_leases=False)  # no other thread connects
     dock.begin(0, 1, 1, 1)
     waiting = threading.Thread(target=lambda: suppressed(lambda: dock.claim("train", 0, 1, timeout=5)), daemon=True)
     connections = []
