@@ -7,14 +7,12 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from functools import partial
 from typing import Any, NoReturn
 
 import ray
 
 from mindspeed_rl.common.errors import DockError, DockTimeout, MindSpeedRLError
-from mindspeed_rl.transfer_dock.spec import Claim
 from mindspeed_rl.transfer_dock.wire import Connection, Endpoint
 
 _ANSWER_SECONDS = 60.0  # for the controller to answer a request that does not wait for anything
@@ -53,7 +51,7 @@ class Client:
         """
         look = partial(self._look, method, time.monotonic() + seconds + _ANSWER_SECONDS, seconds)
         try:
-            ok, answer, unwanted = self._exchange(method, arguments, look)
+            ok, answer = self._exchange(method, arguments, look)
         except DockTimeout:  # which is an OSError, too: the connection is as good as before
             raise
         except OSError as error:
@@ -64,30 +62,27 @@ class Client:
             raise DockError(
                 f"the TransferDock controller cannot be reached ('{method}' was called): {error}"
             ) from error
-        for claim in unwanted:  # rows that nobody would ever acknowledge
-            with suppress(DockError):  # its lease has ended meanwhile
-                self.request("release", claim.iteration, claim.lease)
         if ok:
             return answer
         raise answer
 
-    def _exchange(
-        self, method: str, arguments: tuple[Any, ...], look: Callable[[], None]
-    ) -> tuple[bool, Any, list[Claim]]:
-        """Whether the request succeeded, the answer, and claims of earlier ones that were given up meanwhile."""
+    def _exchange(self, method: str, arguments: tuple[Any, ...], look: Callable[[], None]) -> tuple[bool, Any]:
+        """Whether the request succeeded, and the answer.
+
+        Requests are numbered. Each tells the last one whose answer arrived: what the server did for those after that
+        one, which an interrupt may have ended, nobody knows of, and it takes back what it can.
+        """
         mine = self._of_thread
         if not hasattr(mine, "connection"):
-            mine.connection, mine.number = Connection(self._endpoint, look, _LOOK_SECONDS), 0
+            mine.connection, mine.number, mine.arrived = Connection(self._endpoint, look, _LOOK_SECONDS), 0, 0
         mine.number = number = mine.number + 1
-        mine.connection.send((number, self.holder, method, arguments), look)
-        unwanted: list[Claim] = []
-        while True:  # an earlier request may have been given up, by an interrupt for example
+        mine.connection.send((number, mine.arrived, self.holder, method, arguments), look)
+        while True:
             answered, ok, answer, freed = mine.connection.receive(look)
             self._free(address.binary for address in freed)
             if answered == number:
-                return ok, answer, unwanted
-            if isinstance(answer, Claim):
-                unwanted.append(answer)
+                mine.arrived = number
+                return ok, answer
 
     def _look(self, method: str, deadline: float, seconds: float) -> None:
         """While an answer is outstanding."""
