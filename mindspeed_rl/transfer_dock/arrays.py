@@ -18,9 +18,9 @@ def as_index(numbers: np.ndarray) -> np.ndarray | slice:
 
 
 def counted(numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The different numbers in the order in which they occur first, and how often each does."""
-    if len(numbers) and (numbers[1:] >= numbers[:-1]).all():  # ascending: faster than to sort again
-        starts = np.concatenate(([0], np.flatnonzero(numbers[1:] != numbers[:-1]) + 1))
+    """The different numbers (0 or more) in the order in which they occur first, and how often each does."""
+    if (numbers[1:] >= numbers[:-1]).all():  # ascending: faster than to sort again
+        starts = np.flatnonzero(np.diff(numbers, prepend=-1))
         return numbers[starts], np.diff(starts, append=len(numbers))
     different, first, counts = np.unique(numbers, return_index=True, return_counts=True)
     order = np.argsort(first)

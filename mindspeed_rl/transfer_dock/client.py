@@ -7,14 +7,12 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from functools import partial
 from typing import Any, NoReturn
 
 import ray
 
 from mindspeed_rl.common.errors import DockError, DockTimeout, MindSpeedRLError
-from mindspeed_rl.transfer_dock.spec import Claim
 from mindspeed_rl.transfer_dock.wire import Connection, Endpoint
 
 _ANSWER_SECONDS = 60.0  # for the controller to answer a request that does not wait for anything
@@ -40,8 +38,7 @@ class Client:
         self._lifetime = controller.lifetime.remote()
         self._of_thread = threading.local()
         self._lock = threading.Lock()
-        self._kept: dict[int, ray.ObjectRef] = {}
-        self._free_already: set[int] = set()
+        self._kept: dict[bytes, ray.ObjectRef] = {}
         self._renew_seconds = renew_seconds
         self._renewing = False
 
@@ -54,7 +51,9 @@ class Client:
         """
         look = partial(self._look, method, time.monotonic() + seconds + _ANSWER_SECONDS, seconds)
         try:
-            ok, answer, unwanted = self._exchange(method, arguments, look)
+            ok, answer = self._exchange(method, arguments, look)
+        except DockTimeout:  # which is an OSError, too: the connection is as good as before
+            raise
         except OSError as error:
             if (connection := vars(self._of_thread).pop("connection", None)) is not None:
                 connection.close()
@@ -63,32 +62,27 @@ class Client:
             raise DockError(
                 f"the TransferDock controller cannot be reached ('{method}' was called): {error}"
             ) from error
-        for claim in unwanted:  # rows that nobody would ever acknowledge
-            with suppress(DockError):  # its lease has ended meanwhile
-                self.request("release", claim.iteration, claim.lease)
         if ok:
             return answer
-        if isinstance(answer, MindSpeedRLError):
-            raise answer
-        raise DockError(f"the TransferDock controller could not do '{method}': {answer!r}") from answer
+        raise answer
 
-    def _exchange(
-        self, method: str, arguments: tuple[Any, ...], look: Callable[[], None]
-    ) -> tuple[bool, Any, list[Claim]]:
-        """Whether the request succeeded, the answer, and claims of earlier ones that were given up meanwhile."""
+    def _exchange(self, method: str, arguments: tuple[Any, ...], look: Callable[[], None]) -> tuple[bool, Any]:
+        """Whether the request succeeded, and the answer.
+
+        Requests are numbered. Each tells the last one whose answer arrived: what the server did for those after that
+        one, which an interrupt may have ended, nobody knows of, and it takes back what it can.
+        """
         mine = self._of_thread
         if not hasattr(mine, "connection"):
-            mine.connection, mine.number = Connection(self._endpoint, look, _LOOK_SECONDS), 0
+            mine.connection, mine.number, mine.arrived = Connection(self._endpoint, look, _LOOK_SECONDS), 0, 0
         mine.number = number = mine.number + 1
-        mine.connection.send((number, self.holder, method, arguments), look)
-        unwanted: list[Claim] = []
-        while True:  # an earlier request may have been given up, by an interrupt for example
+        mine.connection.send((number, mine.arrived, self.holder, method, arguments), look)
+        while True:
             answered, ok, answer, freed = mine.connection.receive(look)
-            self._free(freed)
+            self._free(address.binary for address in freed)
             if answered == number:
-                return ok, answer, unwanted
-            if isinstance(answer, Claim):
-                unwanted.append(answer)
+                mine.arrived = number
+                return ok, answer
 
     def _look(self, method: str, deadline: float, seconds: float) -> None:
         """While an answer is outstanding."""
@@ -114,19 +108,24 @@ class Client:
 
     # --- what this process keeps
 
-    def keep(self, payload: int, ref: ray.ObjectRef) -> None:
-        """Keep an object until the controller says that the payload is free."""
-        with self._lock:
-            if payload in self._free_already:
-                self._free_already.remove(payload)
-            else:
-                self._kept[payload] = ref
+    def request_with(self, refs: Iterable[ray.ObjectRef], method: str, *arguments: Any, seconds: float = 0.0) -> None:
+        """A request that registers objects: they are kept until the controller says that they are free.
 
-    def _free(self, payloads: Iterable[int]) -> None:
+        From before the request on, as one that is given up may succeed nonetheless.
+        """
+        kept = {ref.binary(): ref for ref in refs}
         with self._lock:
-            for payload in payloads:
-                if self._kept.pop(payload, None) is None:
-                    self._free_already.add(payload)  # free before `put` has returned
+            self._kept |= kept
+        try:
+            self.request(method, *arguments, seconds=seconds)
+        except MindSpeedRLError:
+            self._free(kept)
+            raise
+
+    def _free(self, objects: Iterable[bytes]) -> None:
+        with self._lock:
+            for binary in objects:
+                self._kept.pop(binary, None)
 
     def live(self) -> None:
         """Give signs of life from now on, as this process holds leases or payloads."""
@@ -144,7 +143,8 @@ class Client:
             except DockTimeout:
                 continue  # slow, not dead: the next sign counts as much
             except DockError:
-                return  # nobody to give signs to; whoever uses the dock gets the same error
+                if self._is_dead():
+                    return  # nobody to give signs to; whoever uses the dock gets the same error
             time.sleep(self._renew_seconds)
 
 

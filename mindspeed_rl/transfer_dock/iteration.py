@@ -95,7 +95,7 @@ class Iteration:
     def locations_of(self, rows: np.ndarray, columns: Sequence[str]) -> dict[str, np.ndarray]:
         """Where the values of rows are, by column: one array for columns that were put together."""
         index, shared = as_index(rows), Shared()
-        return {column: shared(self.locations[column][index]) for column in columns}
+        return {column: shared(self.locations[column][index].copy()) for column in columns}
 
     def check_put(self, number: int, rows: np.ndarray, columns: Iterable[str]) -> None:
         """Raise `DockError` if values of these rows and columns would be refused; `number`: of the iteration."""

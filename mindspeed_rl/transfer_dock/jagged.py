@@ -62,7 +62,7 @@ class Jagged(Sequence[torch.Tensor]):
         bounds = np.concatenate(([0], np.cumsum(np.asarray(lengths, np.int64))))
         if values.ndim != 1 or bounds[-1] != len(values) or (np.diff(bounds) < 0).any():
             raise ValueError(f"lengths adding up to {bounds[-1]} for values of shape {tuple(values.shape)}")
-        rows = np.arange(len(bounds) - 1) if pieces is None else np.asarray(pieces, np.int64)
+        rows = np.arange(len(bounds) - 1) if pieces is None else np.array(pieces, np.int64)
         if len(rows) and not 0 <= rows.min() <= rows.max() < len(bounds) - 1:
             raise ValueError(f"pieces from {rows.min()} to {rows.max()}: there are {len(bounds) - 1}")
         self._set([_Run(values, bounds, rows)])

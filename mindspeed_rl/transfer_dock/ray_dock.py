@@ -96,7 +96,7 @@ class RayTransferDock:
         ref = ray.put(payload)
         lengths = payload.lengths_for(self.spec)
         arguments = (iteration, rows, list(payload.columns), to_address(ref), payload.nbytes, lengths, lease, timeout)
-        self._client.keep(self._client.request("put", *arguments, seconds=timeout), ref)
+        self._client.request_with([ref], "put", *arguments, seconds=timeout)
         self._client.live()
 
     def claim(
@@ -157,9 +157,8 @@ class RayTransferDock:
 
     def restore(self, snapshot: DockSnapshot) -> None:
         refs = {key: ray.put(payload) for key, payload in snapshot.payloads.items()}
-        self._client.request("restore", snapshot.state, {key: to_address(ref) for key, ref in refs.items()})
-        for key, ref in refs.items():
-            self._client.keep(key, ref)
+        addresses = {key: to_address(ref) for key, ref in refs.items()}
+        self._client.request_with(refs.values(), "restore", snapshot.state, addresses)
 
     def stats(self) -> dict[str, Any]:
         return self._client.request("stats")

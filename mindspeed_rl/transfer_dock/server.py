@@ -11,12 +11,13 @@ import asyncio
 import secrets
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from mindspeed_rl.common.errors import DockTimeout
+from mindspeed_rl.common.errors import DockError, DockTimeout, MindSpeedRLError
 from mindspeed_rl.transfer_dock.spec import NOT_YET, Claim, DockSpec
 from mindspeed_rl.transfer_dock.table import DockTable
 from mindspeed_rl.transfer_dock.wire import ServerConnection, listen
@@ -65,7 +66,7 @@ class DockServer:
         self._table = DockTable(spec)
         self._claims: dict[tuple[int, str], list[_Claim]] = {}
         self._puts: list[_Put] = []
-        self._received: list[tuple[Sender, str, tuple[Any, ...]]] = []
+        self._received: list[tuple[Sender, int, str, tuple[Any, ...]]] = []
         self._next_work: asyncio.TimerHandle | asyncio.Handle | None = None
         self._socket = listen()
         self.port = self._socket.getsockname()[1]
@@ -80,20 +81,25 @@ class DockServer:
         failed = loop.create_future()
 
         def fail(_loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-            if not failed.done():
+            if isinstance(context.get("exception"), OSError):  # accepting: asyncio goes on
+                loop.default_exception_handler(context)
+            elif not failed.done():
                 failed.set_exception(context.get("exception") or RuntimeError(context["message"]))
 
         loop.set_exception_handler(fail)
         self._loop = loop
         server = await loop.create_server(
-            lambda: ServerConnection(self.key, self._receive, self._lost), sock=self._socket
+            lambda: ServerConnection(self.key, self._receive, self._lost), sock=self._socket, backlog=1024
         )
-        async with server:
+        try:
             await failed
+        finally:
+            server.close()
 
     def _work(self) -> None:
         received, self._received = self._received, []
-        for sender, method, arguments in received:
+        for sender, arrived, method, arguments in received:
+            self._take_back(sender.connection, arrived)
             self._handle(sender, method, arguments)
         self._table.expire()
         self._retry_puts()
@@ -116,16 +122,30 @@ class DockServer:
         It is a sign of life, and seen as such before the first of those that came at the same time is answered: if
         this process was held up for long, no lease ends whose holder's request was waiting.
         """
-        number, holder, method, arguments = message
+        number, arrived, holder, method, arguments = message
+        if number <= connection.newest:
+            return  # an interrupt while it was sent had it sent twice
+        connection.newest = number
         self._table.renew(holder)
         if not self._received:
             if self._next_work is not None:
                 self._next_work.cancel()
             self._next_work = self._loop.call_soon(self._work)  # after all that can be received now
-        self._received.append((Sender(connection, number, holder), method, arguments))
+        self._received.append((Sender(connection, number, holder), arrived, method, arguments))
+
+    def _take_back(self, connection: ServerConnection, arrived: int) -> None:
+        """A new request: earlier ones whose answers have not arrived were given up."""
+        if connection.waits:
+            self._lost(connection)
+        for number, (iteration, lease) in connection.granted.items():
+            if number > arrived:
+                with suppress(DockError):  # it has ended meanwhile
+                    self._table.release(iteration, lease)
+        connection.granted.clear()
 
     def _lost(self, connection: ServerConnection) -> None:
         """Nobody waits for these answers any more."""
+        connection.waits = False
         self._puts = [put for put in self._puts if put.sender.connection is not connection]
         for key, waiting in list(self._claims.items()):
             self._keep_waiting(key, [claim for claim in waiting if claim.sender.connection is not connection])
@@ -142,14 +162,23 @@ class DockServer:
         except Exception as error:  # noqa: BLE001 - it is the caller's
             self._answer(sender, error, ok=False)
         else:
-            if answer is not _WAITS:
+            if answer is _WAITS:
+                sender.connection.waits = True
+            else:
                 self._answer(sender, answer)
 
     def _answer(self, sender: Sender, answer: Any, ok: bool = True) -> None:
-        if not sender.connection.is_closed:
-            sender.connection.send((sender.number, ok, answer, self._table.take_freed(sender.holder)))
-        elif isinstance(answer, Claim):
-            self._table.release(answer.iteration, answer.lease)  # nobody would ever acknowledge its rows
+        if not ok and not isinstance(answer, MindSpeedRLError):  # of a class that the client may not have
+            answer = DockError(f"the TransferDock controller failed: {answer!r}")
+        connection = sender.connection
+        connection.waits = False
+        if isinstance(answer, Claim):
+            if connection.is_closed:  # nobody would ever acknowledge its rows
+                self._table.release(answer.iteration, answer.lease)
+                return
+            connection.granted[sender.number] = answer.iteration, answer.lease
+        if not connection.is_closed:
+            connection.send((sender.number, ok, answer, self._table.take_freed(sender.holder)))
 
     # --- requests
 

@@ -59,7 +59,7 @@ class DockTable:
         self._next_lease = secrets.randbits(62)
         self._payloads: dict[int, _Payload] = {}
         self._next_payload = 1
-        self._freed: dict[str, list[int]] = {}
+        self._freed: dict[str, list[Any]] = {}
         self._woken: dict[tuple[int, str], None] = {}
         self.version = 0  # of the policy
         self.live_bytes = 0  # of all payloads
@@ -114,10 +114,10 @@ class DockTable:
         freed = self._payloads.pop(payload)
         self.live_bytes -= freed.nbytes
         if freed.holder is not None:
-            self._freed.setdefault(freed.holder, []).append(payload)
+            self._freed.setdefault(freed.holder, []).append(freed.address)
 
-    def take_freed(self, holder: str) -> list[int]:
-        """Payloads of this process that nobody needs any more, since the last call."""
+    def take_freed(self, holder: str) -> list[Any]:
+        """Addresses of payloads of this process that nobody needs any more, since the last call."""
         return self._freed.pop(holder, [])
 
     def is_alive(self, iteration: int) -> bool:

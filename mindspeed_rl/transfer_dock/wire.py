@@ -76,18 +76,18 @@ class Connection:
     """
 
     def __init__(self, endpoint: Endpoint, look: Callable[[], None], look_seconds: float):
-        self._frames, self._unsent = _Frames(), b""
+        self._frames, self._unsent = _Frames(), memoryview(b"")
         self._socket = socket.create_connection((endpoint.host, endpoint.port), timeout=_CONNECT_SECONDS)
         self._socket.settimeout(look_seconds)
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         while (nonce := self._frames.take(_NONCE_BYTES)) is None:
             self._receive(look)
-        self._unsent = _proof(endpoint.key, nonce)
+        self._unsent = memoryview(_proof(endpoint.key, nonce))
 
     def send(self, message: Any, look: Callable[[], None]) -> None:
         """Send a message. What an interrupted call has not sent goes before the next one."""
         data = pickle.dumps(message, protocol=5)
-        self._unsent += _LENGTH.pack(len(data)) + data
+        self._unsent = memoryview(bytes(self._unsent) + _LENGTH.pack(len(data)) + data)
         while self._unsent:
             try:
                 self._unsent = self._unsent[self._socket.send(self._unsent) :]
@@ -133,13 +133,23 @@ class ServerConnection(asyncio.Protocol):
         self._key, self._receive, self._lost = key, receive, lost
         self._nonce = secrets.token_bytes(_NONCE_BYTES)
         self._proven = False
+        # what the server remembers of the requests that came over it
+        self.newest = 0  # number of the last one
+        self.waits = False  # whether it waits for its answer
+        self.granted: dict[int, tuple[int, int]] = {}  # (iteration, lease) of claims whose answers may not arrive
         self._frames = _Frames()
         self._transport: Any = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """See `asyncio.Protocol`."""
         self._transport = transport
+        self._transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         self._transport.write(self._nonce)
+        asyncio.get_running_loop().call_later(_CONNECT_SECONDS, self._end_unless_proven)
+
+    def _end_unless_proven(self) -> None:
+        if not self._proven:
+            self._transport.abort()
 
     def data_received(self, data: bytes) -> None:
         """See `asyncio.Protocol`."""
@@ -154,12 +164,11 @@ class ServerConnection(asyncio.Protocol):
             self._proven = True
         while (frame := self._frames.message()) is not None:
             try:
-                message = pickle.loads(frame)
+                self._receive(self, pickle.loads(frame))
             except Exception:  # noqa: BLE001 - whatever a client sends, the others go on
                 traceback.print_exc()
                 self._transport.abort()
                 return
-            self._receive(self, message)
 
     def connection_lost(self, _error: Exception | None) -> None:
         """See `asyncio.Protocol`."""
@@ -179,5 +188,5 @@ class ServerConnection(asyncio.Protocol):
 def listen() -> socket.socket:
     """A listening socket on all interfaces, at a free port."""
     if socket.has_dualstack_ipv6():
-        return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024)
-    return socket.create_server(("", 0), backlog=1024)
+        return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
+    return socket.create_server(("", 0))

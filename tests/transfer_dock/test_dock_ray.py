@@ -298,7 +298,7 @@ def test_no_tensor_passes_through_the_controller(monkeypatch):
     send = Connection.send
 
     def record(connection, message, look):
-        sizes[message[2]] = max(sizes.get(message[2], 0), len(pickle.dumps(message)))
+        sizes[message[3]] = max(sizes.get(message[3], 0), len(pickle.dumps(message)))
         return send(connection, message, look)
 
     monkeypatch.setattr(Connection, "send", record)
@@ -331,7 +331,7 @@ def test_rows_granted_to_a_claim_that_was_given_up_are_released():
 
 
 def test_rows_granted_to_a_connection_that_is_gone_are_released():
-    dock = make_dock()
+    dock = make_dock(renew_leases=False)  # no other thread connects
     dock.begin(0, 1, 1, 1)
     waiting = threading.Thread(target=lambda: suppressed(lambda: dock.claim("train", 0, 1, timeout=5)), daemon=True)
     connections = []
@@ -360,8 +360,8 @@ def suppressed(call):
 
 def ask_often(connection):
     """The other side closes it, sooner or later."""
-    for _ in range(10):
-        connection.send((2, "client", "stats", ()), pytest.fail)
+    for number in range(2, 12):
+        connection.send((number, 0, "client", "stats", ()), pytest.fail)
         connection.receive(pytest.fail)
 
 
@@ -377,9 +377,9 @@ def test_who_does_not_know_the_key_is_not_listened_to():
 def test_what_cannot_be_unpickled_ends_the_connection_and_nothing_else():
     dock = make_dock()
     client = Connection(dock._endpoint, pytest.fail, 10.0)
-    client.send((1, "client", "stats", ()), pytest.fail)
+    client.send((1, 0, "client", "stats", ()), pytest.fail)
     assert client.receive(pytest.fail)[:2] == (1, True)
-    client._unsent = (8).to_bytes(8, "little") + b"nonsense"
+    client._unsent = memoryview((8).to_bytes(8, "little") + b"nonsense")
     with pytest.raises(OSError):  # noqa: PT011
         ask_often(client)
     dock.begin(0, 1, 1, 1)
@@ -408,10 +408,63 @@ def test_messages_arrive_whole_whatever_pieces_they_come_in():
     thread.start()
     client = Connection(Endpoint("localhost", listener.getsockname()[1], b"key"), pytest.fail, 10.0)
     frames = [pickle.dumps(text, protocol=5) for text in texts]
-    stream = client._unsent + b"".join(len(frame).to_bytes(8, "little") + frame for frame in frames)
+    stream = bytes(client._unsent) + b"".join(len(frame).to_bytes(8, "little") + frame for frame in frames)
     for start in range(0, len(stream), 997):
         client._socket.sendall(stream[start : start + 997])
-    client._unsent = b""
+    client._unsent = memoryview(b"")
     assert [client.receive(pytest.fail) for _ in texts] == texts
     thread.join()
     assert received == texts
+
+
+def test_a_message_sent_twice_counts_once_and_a_lost_answer_gives_its_rows_back():
+    dock = make_dock(renew_leases=False)
+    dock.begin(0, 2, 1, 2)
+    dock.put(0, [0, 1], {"tokens": [torch.arange(3)] * 2})
+    client = Connection(dock._endpoint, pytest.fail, 10.0)
+    claim = (1, 0, "client", "claim", ("train", 0, 1, 0, 60.0))
+    client.send(claim, pytest.fail)
+    client.send(claim, pytest.fail)  # as after an interrupt between sending and noting that it was sent
+    assert client.receive(pytest.fail)[2].rows == (0,)
+    client.send((2, 0, "client", "stats", ()), pytest.fail)  # the answer to 1 has not arrived, it says
+    assert client.receive(pytest.fail)[:2] == (2, True)
+    client.send((3, 2, "client", "claim", ("train", 0, 2, 0, 60.0)), pytest.fail)
+    assert client.receive(pytest.fail)[2].rows == (0, 1)
+    client.send((4, 3, "client", "stats", ()), pytest.fail)
+    assert client.receive(pytest.fail)[2]["rows_out"] == 2
+
+
+@pytest.mark.parametrize("message", ["hello", (1, 2), (1, 0, "client", "no_such_method", ())])
+def test_a_request_that_is_none_harms_nobody_else(message):
+    dock = make_dock()
+    client = Connection(dock._endpoint, pytest.fail, 10.0)
+    client.send(message, pytest.fail)
+    with contextlib.suppress(OSError):
+        assert client.receive(pytest.fail)[1] is False
+    dock.begin(0, 1, 1, 1)
+
+
+def test_signs_of_life_go_on_after_a_broken_connection():
+    dock = make_dock(lease_seconds=3)
+    dock.begin(0, 1, 1, 1)
+    dock.put(0, [0], {"tokens": [torch.arange(3)]})
+    connections = []
+    connect = Connection.__init__
+
+    def remember(connection, *arguments):
+        connections.append(connection)
+        connect(connection, *arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Connection, "__init__", remember)
+        claim = dock.claim("train", 0, 1)
+        time.sleep(0.5)  # for the thread that gives them to connect
+    for connection in connections:
+        with contextlib.suppress(OSError):
+            connection._socket.shutdown(socket.SHUT_RDWR)
+    time.sleep(5)
+    with contextlib.suppress(DockError):  # it finds the connection broken; the next one has a new one
+        dock.stats()
+    assert dock.try_claim("train", 0, 1) is NOT_YET  # not handed out again
+    dock.ack(claim)
+    assert dock.stats()["rows_out"] == 0
