@@ -11,6 +11,7 @@ from mindspeed_rl.config.schema import Config
 Found = Iterator[Violation]
 WORLD = "rl_config.actor_resource.num_npus"
 TP, PP = "actor.tensor_model_parallel_size", "actor.pipeline_model_parallel_size"
+EP = "actor.expert_model_parallel_size"
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""How a model's parameters are spread over ranks: tensor parallelism, pipeline stages, replicas."""
+"""How a model's parameters are spread over ranks: tensor parallelism, pipeline stages, experts, replicas."""
 
 from __future__ import annotations
 
@@ -15,20 +15,24 @@ class WeightLayout:
 
     tp: int
     stages: tuple[range, ...]  # global layer indices of each pipeline stage
-    dp: int = 1  # replicas: ranks that hold the same weights
+    dp: int = 1  # replicas: ranks that hold the same weights, but for experts
+    ep: int = 1  # neighbouring replicas that share the experts: each holds a contiguous 1/ep of them
 
     @classmethod
-    def even(cls, model: ModelConfig, tp: int = 1, pp: int = 1, dp: int = 1) -> WeightLayout:
-        """The same number of layers on every stage.
+    def even(cls, model: ModelConfig, tp: int = 1, pp: int = 1, dp: int = 1, ep: int = 1) -> WeightLayout:
+        """The same number of layers on every stage, and of experts on every expert-parallel rank.
 
         Raises:
-            CheckpointError: the layers cannot be divided evenly.
+            CheckpointError: the layers or experts cannot be divided evenly.
         """
+        experts = model.num_moe_experts or 1
+        if experts % ep or dp % ep:
+            raise CheckpointError(f"{experts} experts cannot be divided evenly over {ep} of {dp} replicas")
         if model.num_layers % pp:
             raise CheckpointError(f"{model.num_layers} layers cannot be divided evenly over {pp} pipeline stages")
         count = model.num_layers // pp
         stages = tuple(range(stage * count, (stage + 1) * count) for stage in range(pp))
-        return cls(tp, stages, dp)
+        return cls(tp, stages, dp, ep)
 
     @property
     def pp(self) -> int:
@@ -48,22 +52,35 @@ class WeightLayout:
         pp_rank, replica = divmod(rest, self.dp)
         return tp_rank, pp_rank, replica
 
-    def owned(self, model: ModelConfig, pp_rank: int) -> dict[str, Parameter]:
-        """Parameters of a stage by their name on it, each parameter of the model on exactly one stage."""
+    def expert_rank(self, replica: int) -> int:
+        """Position of a replica among those that share the experts."""
+        return replica % self.ep
+
+    def is_expert_parallel(self, parameter: Parameter) -> bool:
+        """Whether only one of `ep` replicas holds a parameter."""
+        return self.ep > 1 and parameter.expert is not None
+
+    def owned(self, model: ModelConfig, pp_rank: int, ep_rank: int = 0) -> dict[str, Parameter]:
+        """Parameters of a stage by their name on it, each parameter of the model on exactly one stage.
+
+        Of its experts, those of one expert-parallel rank; the names are the same on every such rank.
+        """
         layers, last = self.stages[pp_rank], self.pp - 1
+        count = (model.num_moe_experts or 0) // self.ep
+        experts = range(ep_rank * count, (ep_rank + 1) * count)
         owned = {}
         for parameter in parameter_table(model):
             if parameter.layer is None:
                 here = pp_rank == (0 if parameter.name.startswith("embedding.") else last)
             else:
-                here = parameter.layer in layers
+                here = parameter.layer in layers and (parameter.expert is None or parameter.expert in experts)
             if here:
-                owned[local_name(parameter.name, layers.start)] = parameter
+                owned[local_name(parameter.name, layers.start, experts.start)] = parameter
         return owned
 
-    def held(self, model: ModelConfig, pp_rank: int) -> dict[str, Parameter]:
+    def held(self, model: ModelConfig, pp_rank: int, ep_rank: int = 0) -> dict[str, Parameter]:
         """`owned` and, on the last of several stages, the copy of a tied embedding: all that a stage must load."""
-        held = self.owned(model, pp_rank)
+        held = self.owned(model, pp_rank, ep_rank)
         if 0 < pp_rank == self.pp - 1 and not model.untie_embeddings_and_output_weights:
             held[TIED_OUTPUT.megatron] = make_parameter(TIED_OUTPUT, model)
         return held

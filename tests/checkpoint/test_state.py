@@ -20,7 +20,7 @@ from mindspeed_rl.checkpoint.state import (
 from mindspeed_rl.common.errors import CheckpointError
 
 torch.set_num_threads(1)
-LAYOUT = SimpleNamespace(world=2, tp=2, pp=1, dp=1)
+LAYOUT = SimpleNamespace(world=2, tp=2, pp=1, dp=1, ep=1)
 
 
 def rank_state(iteration, rank):

@@ -62,6 +62,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         "qwen2-tied": str(make_tiny_model(root / "qwen2-tied", tie=True)),
         "qwen3": str(make_tiny_model(root / "qwen3", architecture="qwen3")),
         "llama": str(make_tiny_model(root / "llama", architecture="llama")),
+        "qwen3_moe": str(make_tiny_model(root / "qwen3_moe", architecture="qwen3_moe")),
     }
 
 
@@ -105,7 +106,7 @@ def test_layouts_generate_the_same(
     assert any(result["scored"] is not None for result in results)
 
 
-@pytest.mark.parametrize("family", ["qwen2-tied", "qwen3", "llama"])
+@pytest.mark.parametrize("family", ["qwen2-tied", "qwen3", "llama", "qwen3_moe"])
 def test_greedy_output_equals_that_of_transformers(family: str, folders: dict[str, str]) -> None:
     result = run_ranks(1, rollout, folders[family], {}, 1, 0.0)[0]
     model = AutoModelForCausalLM.from_pretrained(Path(folders[family]))

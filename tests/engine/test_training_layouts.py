@@ -124,7 +124,7 @@ def train(rank: int, folder: str, settings: dict[str, Any], micro: Micro, steps:
 
     with open(f"{folder}/config.json") as file:
         model = ModelConfig.from_hf(json.load(file))
-    cfg = MegatronConfig(lr=1e-3, clip_grad=0.0, **settings)
+    cfg = MegatronConfig(**{"lr": 1e-3, "clip_grad": 0.0, **settings})
     initialize_parallel_state(cfg)
     engine = MegatronEngine(cfg, model, device, 10, HFWeights(folder), with_reference=True)
     share = SEQUENCES // engine.data_parallel_size
@@ -136,6 +136,7 @@ def train(rank: int, folder: str, settings: dict[str, Any], micro: Micro, steps:
         "micro_batches": chosen,
         "log_probs": engine.log_probs(mine, chosen, TEMPERATURE),
         "reference": engine.log_probs(mine, chosen, TEMPERATURE, reference=True),
+        "loaded": {name: tensor.clone() for name, tensor in engine.export_weights(1 << 14)},
         "metrics": [],
     }
     tokens = engine.sum_over_data_parallel([float(torch.cat(mine.columns["loss_mask"]).sum())])[0]

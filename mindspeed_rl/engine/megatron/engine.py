@@ -38,6 +38,7 @@ def initialize_parallel_state(cfg: MegatronConfig) -> None:
     mpu.initialize_model_parallel(
         tensor_model_parallel_size=cfg.tensor_model_parallel_size,
         pipeline_model_parallel_size=cfg.pipeline_model_parallel_size,
+        expert_model_parallel_size=cfg.expert_model_parallel_size,
         distributed_timeout_minutes=max(1, round(cfg.distributed_timeout_minutes)),
     )
     model_parallel_cuda_manual_seed(cfg.seed)
@@ -70,7 +71,11 @@ class MegatronEngine:
         self.is_output_rank = mpu.is_pipeline_last_stage() and mpu.get_tensor_model_parallel_rank() == 0
 
         self.layout = WeightLayout.even(
-            model, cfg.tensor_model_parallel_size, cfg.pipeline_model_parallel_size, self.data_parallel_size
+            model,
+            cfg.tensor_model_parallel_size,
+            cfg.pipeline_model_parallel_size,
+            self.data_parallel_size,
+            cfg.expert_model_parallel_size,
         )
         module = build_model(cfg, model, device, self.layout)
         self._load(module, weights)
@@ -102,7 +107,8 @@ class MegatronEngine:
         if isinstance(weights, HFWeights):
             check_hf_names(self.model_config, weights.names)
         tp_rank, tp_size = mpu.get_tensor_model_parallel_rank(), mpu.get_tensor_model_parallel_world_size()
-        held = self.layout.held(self.model_config, mpu.get_pipeline_model_parallel_rank())
+        pp_rank, ep_rank = mpu.get_pipeline_model_parallel_rank(), mpu.get_expert_model_parallel_rank()
+        held = self.layout.held(self.model_config, pp_rank, ep_rank)
         with torch.no_grad():
             for name, tensor in module.named_parameters():
                 if isinstance(weights, HFWeights):
@@ -112,8 +118,8 @@ class MegatronEngine:
 
     def export_weights(self, bucket_bytes: int) -> Iterator[tuple[str, torch.Tensor]]:
         """All of the actor's weights under their Hugging Face names (a collective)."""
-        pp_rank = mpu.get_pipeline_model_parallel_rank()
-        owned = self.layout.owned(self.model_config, pp_rank)
+        pp_rank, ep_rank = mpu.get_pipeline_model_parallel_rank(), mpu.get_expert_model_parallel_rank()
+        owned = self.layout.owned(self.model_config, pp_rank, ep_rank)
         parameters = {n: p.detach() for n, p in self.actor.module.named_parameters() if n in owned}
         topology = Topology(
             self.layout,
@@ -121,6 +127,8 @@ class MegatronEngine:
             pp_rank=pp_rank,
             tp_group=_none_if_alone(mpu.get_tensor_model_parallel_group()),
             pp_group=_none_if_alone(mpu.get_pipeline_model_parallel_group()),
+            ep_rank=ep_rank,
+            expert_group=_none_if_alone(mpu.get_expert_tensor_and_model_parallel_group()),
         )
         if self._export_plan is None:
             self._export_plan = plan_export(parameters, self.model_config, topology, bucket_bytes)

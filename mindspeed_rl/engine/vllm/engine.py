@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from mindspeed_rl.common.errors import ConfigError, Violation
 from mindspeed_rl.config.schema import GenerateConfig
 from mindspeed_rl.device.base import Device
 from mindspeed_rl.engine.base import Generation, GenerationRequest
@@ -24,9 +25,15 @@ class VllmEngine:
         device: this process's device.
         seed: of the engine's own generator; the same on the ranks of one tensor-parallel group.
         stop_tokens: ids that end a response.
+
+    Raises:
+        ConfigError: whole experts on each device are asked for, and the device is a CPU.
     """
 
     def __init__(self, cfg: GenerateConfig, model_folder: str, device: Device, seed: int, stop_tokens: Sequence[int]):
+        if cfg.enable_expert_parallel and device.name == "cpu":  # known only now with `device: auto`
+            message = "vLLM's CPU kernels take no map of a rank's experts"
+            raise ConfigError([Violation("generate_config.enable_expert_parallel", True, message, "set it to false")])
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine must share this process with Megatron
         os.environ.update(device.vllm_environment(cfg.cpu_kv_cache_gib))
         from vllm import LLM
@@ -47,6 +54,7 @@ class VllmEngine:
             "trust_remote_code": cfg.trust_remote_code,
             "dtype": cfg.dtype,
             "tensor_parallel_size": cfg.infer_tensor_parallel_size,
+            "enable_expert_parallel": cfg.enable_expert_parallel,
             "distributed_executor_backend": "external_launcher",
             "max_model_len": cfg.max_model_len,
             "max_num_seqs": cfg.max_num_seqs,
