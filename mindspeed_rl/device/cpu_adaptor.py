@@ -183,7 +183,10 @@ def redirect_cuda_to_cpu() -> None:
     _pad_uneven_parts()
 
     from megatron.core.tensor_parallel import random as megatron_random
+    from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
+    # vLLM replaces torch.cuda.Stream once more, by one that records no events
+    MoEAlltoAllTokenDispatcher.cuda_dtoh_stream = _Stream()
     megatron_random._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()
     megatron_random._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
     megatron_random._lazy_call = lambda call, **kwargs: call()

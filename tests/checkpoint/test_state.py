@@ -188,7 +188,7 @@ def test_damage_is_named(tmp_path):
 
 def test_another_layout_is_refused_and_both_are_named(tmp_path):
     path = save(store_at(tmp_path), 12)
-    other = SimpleNamespace(world=2, tp=1, pp=1, dp=2)
+    other = SimpleNamespace(world=2, tp=1, pp=1, dp=2, ep=1)
     with pytest.raises(CheckpointError, match=r"layout .*'tp': 2, .* into layout .*'tp': 1, 'pp': 1, 'dp': 2"):
         load_rank(path, 0, other)
     with pytest.raises(CheckpointError, match="has no rank 2: layout"):
