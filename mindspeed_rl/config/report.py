@@ -58,7 +58,7 @@ def _parallel_table(cfg: Config, layout: Layout) -> Table:
         ("rollout engines", layout.rollout_replicas, "rollout ranks / rollout tensor parallel"),
     ]
     if layout.ep > 1:
-        rows.insert(5, ("training expert parallel, within DP (EP)", layout.ep, "expert_model_parallel_size"))
+        rows.insert(5, ("training expert parallel (EP)", layout.ep, "expert_model_parallel_size, of DP"))
     if layout.integrated:
         rows.append(("resharding cells", len(layout.cells()), "sets of ranks that exchange weights among themselves"))
     else:

@@ -24,6 +24,7 @@ class NpuDevice:
     visible_devices_variable: str | None = "ASCEND_RT_VISIBLE_DEVICES"
     rollout_can_sleep = True
     fuses_activations = False
+    groups_matmuls = False
 
     def __init__(self) -> None:
         self._causal_mask: torch.Tensor | None = None

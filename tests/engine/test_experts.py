@@ -23,14 +23,18 @@ from test_training_layouts import (
     layout,
     make_batch,
     merged,
+    objective_loss,
     train,
 )
 from transformers import AutoModelForCausalLM
 
 from examples.make_tiny_model import make_tiny_model
+from mindspeed_rl.algorithms.policy_objective import PolicyObjective
 from mindspeed_rl.checkpoint.hf import HFWeights
 from mindspeed_rl.config.model import ModelConfig
+from mindspeed_rl.config.schema import MegatronConfig, RLConfig
 from mindspeed_rl.resharding.names import Parameter, parameter_table
+from mindspeed_rl.types import Denominators
 
 EP = "expert_model_parallel_size"
 CLIP = {"clip_grad": 0.05}  # below the norm: the step depends on it
@@ -136,3 +140,36 @@ def test_every_expert_is_trained(folder: str, one_rank: list[dict[str, Any]]) ->
     ]
     assert len(changed) == 2 * 8 * 2
     assert all(changed)
+
+
+def train_both_ways(rank: int, folder: str) -> None:
+    """Grouped products against Megatron's loop over experts, which devices without such products run."""
+    from mindspeed_rl.device.select import make_device
+
+    device = make_device("cpu")
+    device.install()
+    from megatron.core.transformer.moe.experts import SequentialMLP
+
+    from mindspeed_rl.engine.megatron.engine import MegatronEngine, initialize_parallel_state
+    from mindspeed_rl.engine.megatron.experts import GroupedExperts
+
+    cfg = MegatronConfig(lr=1e-3)
+    initialize_parallel_state(cfg)
+    batch, weights = make_batch(), HFWeights(folder)
+    loss = objective_loss(PolicyObjective(RLConfig(entropy_coeff=0.01)), Denominators(20, SEQUENCES))
+    results = []
+    for groups, kind in ((True, GroupedExperts), (False, SequentialMLP)):
+        device.groups_matmuls = groups
+        engine = MegatronEngine(cfg, ModelConfig.from_hf(weights.config()), device, 10, weights, False)
+        assert {type(layer.mlp.experts) for layer in engine.actor.module.decoder.layers} == {kind}
+        log_probs = torch.cat(engine.log_probs(batch, [[0, 1, 2], [3, 4, 5, 6, 7]], 1.0) or [])
+        engine.train_mini_batch(batch, loss, [[0, 1, 2], [3, 4, 5, 6, 7]], 1.0, entropy=True)
+        results.append((log_probs, {name: p.main_grad.clone() for name, p in engine.actor.module.named_parameters()}))
+    (log_probs, gradients), (expected_log_probs, expected_gradients) = results
+    torch.testing.assert_close(log_probs, expected_log_probs, atol=LOG_PROB_TOLERANCE, rtol=0)
+    for name, expected in expected_gradients.items():
+        torch.testing.assert_close(gradients[name], expected, atol=1e-6, rtol=1e-4)
+
+
+def test_grouped_experts_equal_the_loop_over_them(folder: str) -> None:
+    run_ranks(1, train_both_ways, folder)

@@ -15,6 +15,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from mindspeed_rl.config.model import ModelConfig
 from mindspeed_rl.config.schema import MegatronConfig
 from mindspeed_rl.device.base import Device
+from mindspeed_rl.engine.megatron.experts import GroupedExperts
 from mindspeed_rl.engine.megatron.modules import (
     PackedAttention,
     RMSNorm,
@@ -96,6 +97,8 @@ def _layer_spec(model: ModelConfig, device: Device, has_experts: bool) -> Module
     attention.core_attention = ModuleSpec(module=PackedAttention, params={"device": device})
     if model.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = norm
+    if has_experts and device.groups_matmuls:
+        layer.submodules.mlp.submodules.experts.module = GroupedExperts
     return layer
 
 
