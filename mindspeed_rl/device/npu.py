@@ -121,4 +121,5 @@ class NpuDevice:
         return {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
 
     def vllm_environment(self, kv_cache_gib: int) -> dict[str, str]:
-        return {}
+        # weights in the NPU's own format could not be overwritten in place
+        return {"VLLM_ASCEND_ENABLE_NZ": "0"}

@@ -23,7 +23,7 @@ class _GroupedLinear(torch.autograd.Function):
         return F.grouped_mm(rows, torch.stack(weights).transpose(1, 2), offs=ends)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         rows, ends, *weights = ctx.saved_tensors
         gradient = gradients[0].contiguous()
         of_rows = F.grouped_mm(gradient, torch.stack(weights), offs=ends)

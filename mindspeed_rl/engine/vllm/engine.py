@@ -13,7 +13,7 @@ from mindspeed_rl.common.errors import ConfigError, Violation
 from mindspeed_rl.config.schema import GenerateConfig
 from mindspeed_rl.device.base import Device
 from mindspeed_rl.engine.base import Generation, GenerationRequest
-from mindspeed_rl.engine.vllm.cpu import private_shared_memory, reload_weights
+from mindspeed_rl.engine.vllm import cpu, npu
 
 
 class VllmEngine:
@@ -42,7 +42,7 @@ class VllmEngine:
         self.stop_tokens = [] if cfg.sampling_config.ignore_eos else list(stop_tokens)
         self.can_sleep = device.rollout_can_sleep
         self._running: dict[int, Any] = {}  # row -> what vLLM said of it last, if anything
-        with private_shared_memory() if device.name == "cpu" else nullcontext():
+        with cpu.private_shared_memory() if device.name == "cpu" else nullcontext():
             self.llm = LLM(**self._arguments(model_folder, seed))
 
     def _arguments(self, model_folder: str, seed: int) -> dict[str, Any]:
@@ -127,7 +127,7 @@ class VllmEngine:
 
     def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Take new weights, given under their Hugging Face names, and forget all cached prefixes."""
-        load = reload_weights if self.device.name == "cpu" else _load_weights
+        load = {"cpu": cpu.reload_weights, "npu": npu.load_weights}.get(self.device.name, _load_weights)
         self.llm.collective_rpc(load, args=(weights,))
         self.llm.reset_prefix_cache()
 
@@ -143,4 +143,9 @@ class VllmEngine:
 
 
 def _load_weights(worker: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-    worker.model_runner.model.load_weights(weights)
+    model = worker.model_runner.model
+    if any(hasattr(layer, "w13_weight") for layer in model.modules()):
+        # kernels may need experts in another order than loaders, which only vLLM's slower reload knows
+        worker.reload_weights(weights_iterator=iter(weights))
+    else:
+        model.load_weights(weights)
