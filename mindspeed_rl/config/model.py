@@ -68,7 +68,7 @@ class ModelConfig(BaseModel):
             raise ValueError(f"architectures = {hf.get('architectures')!r} is not supported")
         is_moe = architecture in MOE_ARCHITECTURES
         if is_moe:  # transformers 5 writes another name
-            hf = {**hf, "num_experts": hf.get("num_experts", hf.get("num_local_experts"))}
+            hf = {**hf, "num_experts": hf.get("num_experts") or hf.get("num_local_experts")}
         required = _REQUIRED_KEYS + (_REQUIRED_MOE_KEYS if is_moe else ())
         missing = [key for key in required if hf.get(key) is None]
         if missing:

@@ -8,7 +8,8 @@ from examples.make_tiny_model import make_tiny_model
 from tests.support.runs import make_inputs, run, training
 
 SAME_IN_FLOAT32 = 2e-5
-EXPERTS = ("megatron_training.model=auto", "actor_config.model=auto")
+PRESET = "tiny_qwen3_moe"
+EXPERTS = (f"model={PRESET}", f"megatron_training.model={PRESET}", f"actor_config.model={PRESET}")
 SHARED = "actor_config.expert_model_parallel_size=2"
 TOKEN_CAP = (  # how many passes a rank makes depends on its sequences: those that share experts must agree
     "rl_config.use_dynamic_bsz=true",
