@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator, Sequence
+from itertools import product
 from pathlib import Path
 
 if __name__ == "__main__":  # run as a file: Python then searches cli/ instead of the repository
@@ -39,6 +40,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--save", required=True, type=Path, help="folder to write; it must not hold anything yet")
     parser.add_argument("--tensor-parallel", type=_count, help="hf2mcore: ranks that share each layer (default 1)")
     parser.add_argument("--pipeline-parallel", type=_count, help="hf2mcore: pipeline stages (default 1)")
+    parser.add_argument("--expert-parallel", type=_count, help="hf2mcore: ranks that share the experts (default 1)")
     return parser
 
 
@@ -52,22 +54,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit code."""
     parser = build_parser()
     args = parser.parse_args(argv)
-    if args.direction == "mcore2hf" and (args.tensor_parallel or args.pipeline_parallel):
-        parser.error("mcore2hf reads the layout from the checkpoint: leave out --tensor/pipeline-parallel")
+    if args.direction == "mcore2hf" and (args.tensor_parallel or args.pipeline_parallel or args.expert_parallel):
+        parser.error("mcore2hf reads the layout from the checkpoint: leave out --tensor/pipeline/expert-parallel")
     return run_command(lambda: _convert(args))
 
 
 def _convert(args: argparse.Namespace) -> int:
     if args.direction == "hf2mcore":
-        hf_to_mcore(args.load, args.save, args.tensor_parallel or 1, args.pipeline_parallel or 1)
+        sizes = (args.tensor_parallel, args.pipeline_parallel, args.expert_parallel)
+        hf_to_mcore(args.load, args.save, *(size or 1 for size in sizes))
     else:
         mcore_to_hf(args.load, args.save)
     print(f"wrote {args.save}")
     return 0
 
 
-def hf_to_mcore(load: Path, save: Path, tensor_parallel: int = 1, pipeline_parallel: int = 1) -> None:
+def hf_to_mcore(
+    load: Path, save: Path, tensor_parallel: int = 1, pipeline_parallel: int = 1, expert_parallel: int = 1
+) -> None:
     """Write a weights-only checkpoint (iteration 0) for a layout; one rank's weights are in memory at a time.
+
+    Ranks that share the experts are data-parallel ranks, of which the layout has as many.
 
     Raises:
         CheckpointError: a folder or tensor is missing or damaged, the model is not supported or does not fit the
@@ -80,15 +87,15 @@ def hf_to_mcore(load: Path, save: Path, tensor_parallel: int = 1, pipeline_paral
     except ValueError as error:
         raise CheckpointError(f"{load / 'config.json'}: {error}") from error
     check_hf_names(model, reader.names)
-    layout = WeightLayout.even(model, tensor_parallel, pipeline_parallel)
+    layout = WeightLayout.even(model, tensor_parallel, pipeline_parallel, expert_parallel, expert_parallel)
     with new_folder(save) as root:
         store = CheckpointStore(root, load, model, layout)
         store.begin(0)
         for rank in range(layout.world):
-            tp_rank, pp_rank, _ = layout.coordinates(rank)
+            tp_rank, pp_rank, replica = layout.coordinates(rank)
             weights = {
                 name: parameter.load_shard(reader, tp_rank, tensor_parallel)
-                for name, parameter in layout.held(model, pp_rank).items()
+                for name, parameter in layout.held(model, pp_rank, layout.expert_rank(replica)).items()
             }
             store.write_rank(0, rank, {"model": weights})
         store.commit(0, {"weights_only": True})
@@ -109,11 +116,11 @@ def mcore_to_hf(load: Path, save: Path) -> None:
 
 
 def _hf_tensors(reader: CheckpointReader, model: ModelConfig) -> Iterator[tuple[str, torch.Tensor]]:
-    """Whichever layers each pipeline stage had: the ranks' own states say it."""
-    tp, pp, dp = (reader.layout[key] for key in ("tp", "pp", "dp"))
+    """Whichever layers and experts each rank had: the ranks' own states say it."""
+    world, tp, pp, ep = (reader.layout[key] for key in ("world", "tp", "pp", "ep"))
     missing = {parameter.name: parameter for parameter in parameter_table(model)}
-    for pp_rank in range(pp):
-        ranks = [tp_rank + tp * dp * pp_rank for tp_rank in range(tp)]
+    for pp_rank, ep_rank in product(range(pp), range(ep)):
+        ranks = [pp_rank * (world // pp) + ep_rank * tp + tp_rank for tp_rank in range(tp)]
         states = [reader.load_rank(rank, mmap=True)["model"] for rank in ranks]
         for name in [name for name in missing if name in states[0]]:
             for rank, state in zip(ranks, states, strict=True):

@@ -20,6 +20,8 @@ from transformers import (
     Qwen2Tokenizer,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 TOKENS = ["<eos>", *"+-*/=", *"0123456789"]
@@ -27,6 +29,7 @@ EOS = 0
 ARCHITECTURES: dict[str, tuple[Any, Any]] = {
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+    "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
     "llama": (LlamaConfig, LlamaForCausalLM),
 }
 
@@ -63,15 +66,21 @@ def make_tiny_model(
     tie: bool = False,
     seed: int = 0,
     dtype: torch.dtype = torch.float32,
+    experts: int = 8,
+    experts_per_token: int = 2,
+    expert_ffn: int = 64,
+    **further: Any,
 ) -> Path:
     """Save a model and its tokenizer as a Hugging Face folder, complete or not at all; an existing one is replaced.
 
     Args:
         path: the folder.
-        architecture: `qwen2`, `qwen3` or `llama`.
+        architecture: `qwen2`, `qwen3`, `qwen3_moe` or `llama`.
         vocab: rows of the embedding; more than the tokenizer has is allowed.
         tie: the output layer shares the embedding's weights.
         seed: seed of the random weights.
+        experts: experts of a layer, `qwen3_moe` only; so are `experts_per_token` and their width `expert_ffn`.
+        further: other settings of the Hugging Face configuration, by name.
 
     Raises:
         ValueError: unknown architecture, or fewer embeddings than tokens.
@@ -81,6 +90,9 @@ def make_tiny_model(
     if vocab < len(TOKENS):
         raise ValueError(f"vocab = {vocab}: the tokenizer has {len(TOKENS)} tokens")
     config_class, model_class = ARCHITECTURES[architecture]
+    if architecture == "qwen3_moe":
+        mixture = {"num_experts": experts, "num_experts_per_tok": experts_per_token, "norm_topk_prob": True}
+        further = {**mixture, "moe_intermediate_size": expert_ffn, **further}
     config = config_class(
         vocab_size=vocab,
         hidden_size=hidden,
@@ -94,6 +106,7 @@ def make_tiny_model(
         bos_token_id=None,
         eos_token_id=EOS,
         pad_token_id=EOS,
+        **further,
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

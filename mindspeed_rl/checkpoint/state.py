@@ -48,6 +48,8 @@ class ParallelSizes(Protocol):
     def pp(self) -> int: ...
     @property
     def dp(self) -> int: ...
+    @property
+    def ep(self) -> int: ...
 
 
 class CheckpointStore:
@@ -234,8 +236,8 @@ class CheckpointReader:
 
     @property
     def layout(self) -> dict[str, int]:
-        """The layout that wrote the checkpoint: the sizes `world`, `tp`, `pp` and `dp`."""
-        return self.trainer["layout"]
+        """The layout that wrote the checkpoint: the sizes `world`, `tp`, `pp`, `dp` and `ep`."""
+        return {"ep": 1, **self.trainer["layout"]}  # checkpoints from before there were experts do not say
 
     @property
     def model(self) -> ModelConfig | None:
@@ -335,7 +337,7 @@ def _retired(target: Path) -> Path:
 
 
 def _sizes(layout: ParallelSizes) -> dict[str, int]:
-    return {name: getattr(layout, name) for name in ("world", "tp", "pp", "dp")}
+    return {name: getattr(layout, name) for name in ("world", "tp", "pp", "dp", "ep")}
 
 
 def _storable(value: Any, where: str) -> Any:

@@ -59,6 +59,7 @@ class Layout:
     epochs: int  # passes over an iteration's samples
     train_iters: int
     integrated: bool = True  # the same devices train and generate
+    ep: int = 1  # neighbouring data-parallel ranks that share the experts
 
     @property
     def rollout_world(self) -> int:
@@ -117,6 +118,10 @@ class Layout:
         """Position of `rank` in its data-parallel group."""
         return rank // (self.tp * self.cp) % self.dp
 
+    def ep_rank(self, rank: int) -> int:
+        """Position of `rank` in its expert-parallel group."""
+        return self.dp_rank(rank) % self.ep
+
     def pp_rank(self, rank: int) -> int:
         """Pipeline stage of `rank`."""
         return rank // (self.tp * self.cp * self.dp)
@@ -138,6 +143,7 @@ class Layout:
         """The ranks of each model replica, by data-parallel rank: TP x CP x PP ranks that work on the same samples.
 
         Within a replica the ranks ascend: stage by stage, and by context-, then tensor-parallel rank within a stage.
+        Of experts each holds a 1/EP, the others being with its neighbours.
         """
         replicas: list[list[int]] = [[] for _ in range(self.dp)]
         for rank in range(self.world):
@@ -145,7 +151,7 @@ class Layout:
         return [tuple(replica) for replica in replicas]
 
     def cells(self) -> list[tuple[int, ...]]:
-        """The finest partition of the ranks in which neither a model replica nor a vLLM engine is divided.
+        """The finest partition of the ranks that divides no model replica, expert-parallel group or vLLM engine.
 
         Within a cell the training weights are complete as often as there are replicas, so that every engine of the
         cell can be filled without leaving it. Cells are sorted, and so are the ranks in each.
@@ -159,7 +165,8 @@ class Layout:
                 rank = parent[rank]
             return rank
 
-        for group_of in (self.dp_rank, self.rollout_replica):
+        # ranks of an expert-parallel group exchange tokens, so their model replicas belong together
+        for group_of in (lambda rank: self.dp_rank(rank) // self.ep, self.rollout_replica):
             first: dict[int, int] = {}
             for rank in range(self.world):
                 parent[root(rank)] = root(first.setdefault(group_of(rank), rank))
@@ -196,6 +203,7 @@ def derive_layout(cfg: Config) -> Layout:
         epochs=rl.epochs,
         train_iters=actor.train_iters,
         integrated=rl.use_integrated_worker,
+        ep=actor.expert_model_parallel_size,
     )
 
 

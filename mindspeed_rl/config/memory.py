@@ -48,14 +48,18 @@ def estimate_memory(cfg: Config, model: ModelConfig, layout: Layout) -> MemoryEs
 
     With P parameters on the device (`stage_parameters`), w bytes each (2 with bf16, else 4):
     weights P w; gradients 4 P (Megatron reduces in float32); Adam moments 8 P, and 4 P float32 main weights with
-    bf16, both divided by DP x CP with the distributed optimizer; reference P w when `init_kl_coef` > 0.
+    bf16, both divided by DP x CP with the distributed optimizer, those of experts by DP x CP / EP; reference P w when
+    `init_kl_coef` > 0.
     """
     actor, rl, generate = cfg.actor, cfg.rl_config, cfg.generate_config
     width = 2 if actor.bf16 else FLOAT32
     parameters = stage_parameters(cfg, model, layout)
     weights, gradients = parameters * width, parameters * FLOAT32
+    experts = stage_expert_parameters(cfg, model, layout)
     shards = layout.dp * layout.cp if actor.use_distributed_optimizer else 1
-    optimizer = parameters * (12 if actor.bf16 else 8) // shards
+    expert_shards = shards // layout.ep if actor.use_distributed_optimizer else 1
+    state_bytes = 12 if actor.bf16 else 8
+    optimizer = (parameters - experts) * state_bytes // shards + experts * state_bytes // expert_shards
     reference = weights if rl.init_kl_coef > 0 else 0
     shared = (
         (0 if generate.offload_train_param else weights)
@@ -87,13 +91,20 @@ def most_layers(cfg: Config, model: ModelConfig) -> int:
 def stage_parameters(cfg: Config, model: ModelConfig, layout: Layout) -> int:
     """Parameters on a device of the largest pipeline stage: its layers and, where PP > 1, one embedding; over TP.
 
+    Experts are divided by EP as well.
     Norm weights, which every tensor-parallel rank holds whole, are counted as if divided: less than 0.1 %.
     """
     embedding = model.padded_vocab_size(layout.tp) * model.hidden_size
     copies = 1 if layout.pp > 1 or not model.untie_embeddings_and_output_weights else 2
     stored = model.vocab_size * model.hidden_size * (2 if model.untie_embeddings_and_output_weights else 1)
-    in_layers = (model.num_parameters - stored) * most_layers(cfg, model) // model.num_layers
-    return (in_layers + copies * embedding) // layout.tp
+    in_layers = model.num_parameters - model.expert_parameters - stored
+    in_stage = in_layers * most_layers(cfg, model) // model.num_layers
+    return (in_stage + copies * embedding) // layout.tp + stage_expert_parameters(cfg, model, layout)
+
+
+def stage_expert_parameters(cfg: Config, model: ModelConfig, layout: Layout) -> int:
+    """The part of `stage_parameters` that are experts, divided by TP, EP and the stages."""
+    return model.expert_parameters * most_layers(cfg, model) // (model.num_layers * layout.tp * layout.ep)
 
 
 def micro_batch_tokens(cfg: Config, layout: Layout) -> int:
@@ -114,8 +125,10 @@ def activation_bytes(cfg: Config, model: ModelConfig, layout: Layout) -> int:
     A layer keeps, per token and with flash attention (after Korthikanti et al. 2022, "Reducing Activation
     Recomputation in Large Transformer Models", counted anew for SwiGLU and grouped queries without dropout), in units
     of the element size: input, both norms' outputs and the attention's residual 4 h, over TP with sequence parallel;
-    q, k, v and attention output (2 q + 2 kv) d / TP, gate, up and product 3 f / TP. `full` recomputation keeps the
-    input alone of a recomputed layer (`block`) or of a group of layers (`uniform`), and one group while it is redone.
+    q, k, v and attention output (2 q + 2 kv) d / TP, gate, up and product 3 f / TP. In a layer with experts, evenly
+    used, a token is there k times: its input and output 2 h k, and 3 f k / TP with the width f of an expert. `full`
+    recomputation keeps the input alone of a recomputed layer (`block`) or of a group of layers (`uniform`), and one
+    group while it is redone.
     The first of PP stages has up to PP micro-batches in flight; interleaved in V chunks 1 + (PP - 1) / (PP V) times
     as many of its layers' activations (same paper, section 4.2.3).
     """
@@ -123,7 +136,10 @@ def activation_bytes(cfg: Config, model: ModelConfig, layout: Layout) -> int:
     replicated = tp if actor.sequence_parallel else 1
     hidden = model.hidden_size / replicated
     heads = (2 * model.num_attention_heads + 2 * model.num_query_groups) * model.kv_channels / tp
-    layer = 4 * hidden + heads + 3 * model.ffn_hidden_size / tp
+    dense = 3 * model.ffn_hidden_size / tp
+    routed = (model.moe_router_topk or 0) * (2 * model.hidden_size + 3 * (model.moe_ffn_hidden_size or 0) / tp)
+    share = model.num_moe_layers / model.num_layers
+    layer = 4 * hidden + heads + (1 - share) * dense + share * routed
     layers, group = most_layers(cfg, model), actor.recompute_num_layers or 1
     if actor.recompute_granularity != "full":
         kept, redone = layers * layer, 0.0

@@ -9,7 +9,10 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, m
 
 from mindspeed_rl.config.rope import RopeScaling, rope_from_hf
 
-Architecture = Literal["Qwen2ForCausalLM", "Qwen3ForCausalLM", "LlamaForCausalLM", "MistralForCausalLM"]
+Architecture = Literal[
+    "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "LlamaForCausalLM", "MistralForCausalLM"
+]
+MOE_ARCHITECTURES = ("Qwen3MoeForCausalLM",)
 _REQUIRED_KEYS = (
     "num_hidden_layers",
     "hidden_size",
@@ -18,6 +21,7 @@ _REQUIRED_KEYS = (
     "vocab_size",
     "max_position_embeddings",
 )
+_REQUIRED_MOE_KEYS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
 
 
 class ModelConfig(BaseModel):
@@ -45,6 +49,18 @@ class ModelConfig(BaseModel):
     untie_embeddings_and_output_weights: bool = Field(True, description="false: the output layer uses the embedding")
     add_qkv_bias: bool = Field(False, description="bias in the query, key and value projections (Qwen2)")
     qk_layernorm: bool = Field(False, description="RMSNorm on each query and key head (Qwen3)")
+    # mixture of experts: layers whose MLP is a router and experts, of which each token uses a few
+    num_moe_experts: PositiveInt | None = Field(None, description="experts of a layer; null: no layer has any")
+    moe_router_topk: PositiveInt | None = Field(None, description="experts that a token is sent to")
+    moe_ffn_hidden_size: PositiveInt | None = Field(None, description="width of the gated MLP that an expert is")
+    moe_router_pre_softmax: bool = Field(
+        False,
+        description="the weights of a token's experts are their shares among all experts; false: they add up to 1 "
+        "(Hugging Face: `norm_topk_prob: true`)",
+    )
+    moe_layer_freq: Literal[1] | tuple[Literal[0, 1], ...] = Field(
+        1, description="1: every layer has experts; or for each layer 1, or 0 for one MLP of `ffn_hidden_size`"
+    )
 
     @classmethod
     def from_hf(cls, hf: dict[str, Any]) -> ModelConfig:
@@ -58,7 +74,11 @@ class ModelConfig(BaseModel):
         architecture = (hf.get("architectures") or [None])[0]
         if architecture not in get_args(Architecture):
             raise ValueError(f"architectures = {hf.get('architectures')!r} is not supported")
-        missing = [key for key in _REQUIRED_KEYS if hf.get(key) is None]
+        is_moe = architecture in MOE_ARCHITECTURES
+        if is_moe:  # transformers 5 writes another name
+            hf = {**hf, "num_experts": hf.get("num_experts") or hf.get("num_local_experts")}
+        required = _REQUIRED_KEYS + (_REQUIRED_MOE_KEYS if is_moe else ())
+        missing = [key for key in required if hf.get(key) is None]
         if missing:
             raise ValueError(f"the configuration of {architecture} lacks {', '.join(missing)}")
         rotary_base, rope_scaling = rope_from_hf(hf)
@@ -93,7 +113,8 @@ class ModelConfig(BaseModel):
             sliding_window=hf.get("sliding_window", 4096) if architecture == "MistralForCausalLM" else None,
             untie_embeddings_and_output_weights=not hf.get("tie_word_embeddings", False),
             add_qkv_bias=architecture == "Qwen2ForCausalLM",
-            qk_layernorm=architecture == "Qwen3ForCausalLM",
+            qk_layernorm=architecture in ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM"),
+            **(_moe_fields(hf) if is_moe else {}),
         )
 
     @model_validator(mode="after")
@@ -111,9 +132,50 @@ class ModelConfig(BaseModel):
             )
         return self
 
+    @model_validator(mode="after")
+    def _check_experts(self) -> ModelConfig:
+        for key, value in self:
+            if "moe" not in key:
+                continue
+            if self.architecture not in MOE_ARCHITECTURES and value != type(self).model_fields[key].default:
+                raise ValueError(f"{key} = {value!r}, but {self.architecture} has no experts")
+            if self.architecture in MOE_ARCHITECTURES and value is None:
+                raise ValueError(f"{key} is required for {self.architecture}")
+        if self.num_moe_experts is None or self.moe_router_topk is None:
+            return self
+        if self.moe_router_topk > self.num_moe_experts:
+            raise ValueError(f"moe_router_topk = {self.moe_router_topk} of num_moe_experts = {self.num_moe_experts}")
+        if self.moe_layer_freq != 1 and not (
+            len(self.moe_layer_freq) == self.num_layers and 0 < sum(self.moe_layer_freq) < self.num_layers
+        ):
+            raise ValueError(
+                f"moe_layer_freq = {list(self.moe_layer_freq)}: must be 1, or a 0 or 1 for each of num_layers = "
+                f"{self.num_layers} layers, both of them occurring"
+            )
+        return self
+
+    def is_moe_layer(self, layer: int) -> bool:
+        """Whether layer `layer`, counted from 0, has experts."""
+        if self.moe_layer_freq == 1:
+            return self.num_moe_experts is not None
+        return self.moe_layer_freq[layer] == 1
+
+    @property
+    def num_moe_layers(self) -> int:
+        """Layers that have experts."""
+        return sum(self.is_moe_layer(layer) for layer in range(self.num_layers))
+
     def padded_vocab_size(self, tensor_parallel: int) -> int:
         """Rows of the embedding held by all tensor-parallel ranks together; the surplus rows are masked out."""
         return -(-self.vocab_size // tensor_parallel) * tensor_parallel
+
+    @property
+    def expert_parameters(self) -> int:
+        """Weights of all experts, which expert parallelism divides; routers are not among them."""
+        return self._expert_parameters(self.num_moe_experts or 0)
+
+    def _expert_parameters(self, experts: int) -> int:
+        return self.num_moe_layers * experts * 3 * self.hidden_size * (self.moe_ffn_hidden_size or 0)
 
     @property
     def num_parameters(self) -> int:
@@ -123,15 +185,22 @@ class ModelConfig(BaseModel):
         attention = hidden * (q_size + 2 * kv_size) + q_size * hidden
         bias = q_size + 2 * kv_size if self.add_qkv_bias else 0
         qk_norm = 2 * head_dim if self.qk_layernorm else 0
-        layer = attention + bias + qk_norm + 3 * hidden * self.ffn_hidden_size + 2 * hidden
+        layers = self.num_layers * (attention + bias + qk_norm + 2 * hidden)
+        mlps = (self.num_layers - self.num_moe_layers) * 3 * hidden * self.ffn_hidden_size
+        routers = self.num_moe_layers * hidden * (self.num_moe_experts or 0)
         embeddings = self.vocab_size * hidden * (2 if self.untie_embeddings_and_output_weights else 1)
-        return self.num_layers * layer + embeddings + hidden
+        return layers + mlps + routers + self.expert_parameters + embeddings + hidden
+
+    @property
+    def active_parameters(self) -> int:
+        """Number of weights that one token uses: all but the experts that it is not sent to."""
+        return self.num_parameters - self.expert_parameters + self._expert_parameters(self.moe_router_topk or 0)
 
     @property
     def matmul_parameters(self) -> int:
-        """Weights every token is multiplied with: all but an input embedding of its own (a look-up is free)."""
+        """Weights every token is multiplied with: active ones but an input embedding of its own, a free look-up."""
         lookup = self.vocab_size * self.hidden_size if self.untie_embeddings_and_output_weights else 0
-        return self.num_parameters - lookup
+        return self.active_parameters - lookup
 
     def forward_flops(self, sequence_lengths: Iterable[int]) -> list[int]:
         """FLOPs of one forward pass over each sequence of s tokens: 2·N·s + 2·layers·heads·head_dim·s².
@@ -142,3 +211,18 @@ class ModelConfig(BaseModel):
         linear = 2 * self.matmul_parameters
         quadratic = 2 * self.num_layers * self.num_attention_heads * self.kv_channels
         return [linear * length + quadratic * length**2 for length in sequence_lengths]
+
+
+def _moe_fields(hf: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a mixture of experts, of Qwen3-MoE's `config.json`."""
+    step, dense = hf.get("decoder_sparse_step", 1), hf.get("mlp_only_layers") or []
+    if not (isinstance(step, int) and step >= 1):
+        raise ValueError(f"decoder_sparse_step = {step!r} is not supported (only 1 and more)")
+    layers = tuple(int(layer not in dense and (layer + 1) % step == 0) for layer in range(hf["num_hidden_layers"]))
+    return {
+        "num_moe_experts": hf["num_experts"],
+        "moe_router_topk": hf["num_experts_per_tok"],
+        "moe_ffn_hidden_size": hf["moe_intermediate_size"],
+        "moe_router_pre_softmax": not hf.get("norm_topk_prob", False),
+        "moe_layer_freq": 1 if all(layers) else layers,
+    }

@@ -22,6 +22,8 @@ def print_report(cfg: Config, console: Console) -> None:
     layout = derive_layout(cfg)
     console.print(_parallel_table(cfg, layout))
     places = {"TP": layout.tp_rank, "CP": layout.cp_rank, "DP": layout.dp_rank, "PP": layout.pp_rank}
+    if layout.ep > 1:
+        places["EP"] = layout.ep_rank
     engines = {"rollout engine": layout.rollout_replica, "rank in engine": layout.rollout_tp_rank}
     if layout.integrated:
         console.print(_rank_table("Ranks", layout.world, places | engines))
@@ -65,6 +67,8 @@ def _parallel_table(cfg: Config, layout: Layout) -> Table:
         ("rollout tensor parallel", layout.infer_tp, "generate_config.infer_tensor_parallel_size"),
         ("rollout engines", layout.rollout_replicas, "rollout ranks / rollout tensor parallel"),
     ]
+    if layout.ep > 1:
+        rows.insert(5, ("training expert parallel (EP)", layout.ep, "expert_model_parallel_size, of DP"))
     if layout.integrated:
         rows.append(("resharding cells", len(layout.cells()), "sets of ranks that exchange weights among themselves"))
     else:
@@ -112,7 +116,10 @@ def _batch_table(cfg: Config, layout: Layout) -> Table:
 
 def _memory_table(cfg: Config, model: ModelConfig, layout: Layout) -> Table:
     memory = estimate_memory(cfg, model, layout)
-    table = _table(f"Memory per device, estimated ({model.num_parameters / 1e6:,.1f} M parameters)", "what", "GiB")
+    parameters = f"{model.num_parameters / 1e6:,.1f} M parameters"
+    if model.num_moe_experts is not None:
+        parameters += f", of which a token uses {model.active_parameters / 1e6:,.1f} M"
+    table = _table(f"Memory per device, estimated ({parameters})", "what", "GiB")
     rows = {
         "training weights": memory.weights,
         "gradients": memory.gradients,

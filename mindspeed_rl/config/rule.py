@@ -10,7 +10,7 @@ from mindspeed_rl.common.errors import Violation
 Found = Iterator[Violation]
 WORLD = "rl_config.actor_resource.num_npus"
 TP, PP = "actor.tensor_model_parallel_size", "actor.pipeline_model_parallel_size"
-CP = "actor.context_parallel_size"
+CP, EP = "actor.context_parallel_size", "actor.expert_model_parallel_size"
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from math import prod
 from typing import Any
 
 from mindspeed_rl.common.errors import ConfigError, Violation
-from mindspeed_rl.config import rules_devices, rules_rollout  # noqa: F401  # their rules register themselves
+from mindspeed_rl.config import rules_devices, rules_experts, rules_rollout  # noqa: F401  # their rules register themselves
 from mindspeed_rl.config.files import actor_path, checkpoint_model, resolve_model, touches
 from mindspeed_rl.config.layout import model_parallel
 from mindspeed_rl.config.model import ModelConfig
@@ -406,10 +406,7 @@ def _refuse(path: str, allowed: Any, reason: str) -> None:
 
 
 _LATER = "not supported by this version"
-_refuse("actor.expert_model_parallel_size", 1, _LATER)
 _refuse("generate_config.infer_pipeline_parallel_size", 1, _LATER)
-_refuse("generate_config.infer_expert_parallel_size", 1, _LATER)
-_refuse("generate_config.enable_expert_parallel", False, _LATER)
 _refuse("generate_config.torchair_graph", False, f"{_LATER}: it needs device npu and a DeepSeek-V3 model")
 _refuse("generate_config.num_scheduler_steps", 1, "vLLM's V1 engine schedules at every step and has no such setting")
 _refuse("rl_config.rule_reward", True, f"{_LATER}: reward models are not built, rewards come from rules")

@@ -52,10 +52,16 @@ def offload_makes_room_for_rollout(cfg: Config) -> Found:
             yield Violation(f"generate_config.{key}", True, message, "set it to false")
 
 
+def mlp_widths(model: ModelConfig, experts: bool = True) -> list[str]:
+    """The widths of MLPs that tensor parallelism divides; with or without those of experts."""
+    dense = ["ffn_hidden_size"] if model.num_moe_layers < model.num_layers else []
+    return [*dense, "moe_ffn_hidden_size"] if experts and model.num_moe_layers else dense
+
+
 @rule(TP, needs_model=True)
 def training_tp_divides_model(cfg: Config, model: ModelConfig) -> Found:
     path, tp = actor_path(cfg, "tensor_model_parallel_size"), cfg.actor.tensor_model_parallel_size
-    for key in ("num_attention_heads", "num_query_groups", "ffn_hidden_size"):
+    for key in ("num_attention_heads", "num_query_groups", *mlp_widths(model)):
         yield from divides(f"the model's {key}", getattr(model, key), path, tp)
 
 
@@ -70,10 +76,11 @@ def context_parallel_divides_heads(cfg: Config, model: ModelConfig) -> Found:
         yield Violation(path, cp, message, f"possible: {near_multiples(cp, groups)}")
 
 
-@rule(INFER_TP, needs_model=True)
+@rule(INFER_TP, "generate_config.enable_expert_parallel", needs_model=True)
 def rollout_tp_divides_model(cfg: Config, model: ModelConfig) -> Found:
     infer_tp, groups = cfg.generate_config.infer_tensor_parallel_size, model.num_query_groups
-    for key in ("num_attention_heads", "ffn_hidden_size"):
+    widths = mlp_widths(model, experts=not cfg.generate_config.enable_expert_parallel)
+    for key in ("num_attention_heads", *widths):
         yield from divides(f"the model's {key}", getattr(model, key), INFER_TP, infer_tp)
     if groups % infer_tp and infer_tp % groups:  # vLLM replicates key/value heads only a whole number of times
         message = f"neither divides nor is a multiple of the model's num_query_groups = {groups}"

@@ -80,7 +80,9 @@ class MegatronConfig(Section):
     context_parallel_algo: Literal["ulysses_cp_algo"] = Field(
         "ulysses_cp_algo", description="how they attend to each other's tokens: each takes all tokens of some heads"
     )
-    expert_model_parallel_size: Count = Field(1, description="devices that share the experts; only 1 in this version")
+    expert_model_parallel_size: Count = Field(
+        1, description="data-parallel devices that share the experts of each layer (EP)"
+    )
     sequence_parallel: Switch = Field(False, description="divide activations outside attention and MLP over TP too")
     use_distributed_optimizer: Switch = Field(True, description="shard optimizer state over data-parallel ranks")
     overlap_grad_reduce: Switch = Field(
@@ -292,9 +294,14 @@ class GenerateConfig(Section):
     infer_pipeline_parallel_size: Count = Field(
         1, description="pipeline stages of a rollout engine; only 1 in this version"
     )
-    infer_expert_parallel_size: Count = Field(1, description="devices that share the experts; only 1 in this version")
+    infer_expert_parallel_size: Count = Field(
+        1,
+        description="devices that share whole experts: all of an engine, infer_tensor_parallel_size, with "
+        "enable_expert_parallel, where it may be left out; else 1",
+    )
     enable_expert_parallel: Switch = Field(
-        False, description="divide experts over devices; only false in this version"
+        False,
+        description="a device of an engine holds whole experts instead of a slice of each; npu and cuda only",
     )
     trust_remote_code: Switch = Field(False, description="let tokenizer and model folders run their own Python code")
     offload_train_optimizer: Switch = Field(False, description="optimizer state on host memory while generating")

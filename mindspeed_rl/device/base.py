@@ -20,6 +20,7 @@ class Device(Protocol):
     visible_devices_variable: str | None  # environment variable that narrows what a process sees
     rollout_can_sleep: bool  # vLLM can give its memory back between generations
     fuses_activations: bool  # Megatron's fused activation kernels run here
+    groups_matmuls: bool  # torch multiplies groups of rows with a matrix each (`torch.nn.functional.grouped_mm`) here
 
     def install(self) -> None:
         """Adapt Megatron-core to this device. Must run before megatron is first imported."""

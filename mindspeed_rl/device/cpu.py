@@ -19,6 +19,7 @@ class CpuDevice:
     visible_devices_variable: str | None = None
     rollout_can_sleep = False
     fuses_activations = False
+    groups_matmuls = True
 
     def install(self) -> None:
         from mindspeed_rl.device.cpu_adaptor import redirect_cuda_to_cpu

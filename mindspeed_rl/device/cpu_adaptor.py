@@ -139,6 +139,39 @@ def _accept_tensor_split_sizes() -> None:
     dist.all_to_all_single = all_to_all_single  # type: ignore[assignment]
 
 
+def _pad_uneven_parts() -> None:
+    """gloo gathers and scatters parts of one size, but numbers of tokens for experts differ from rank to rank."""
+    original_gather = dist.all_gather
+    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # renamed in torch 2.13
+
+    def padded(part: torch.Tensor, rows: int) -> torch.Tensor:
+        return torch.cat([part, part.new_zeros(rows - len(part), *part.shape[1:])])
+
+    @functools.wraps(original_gather)
+    def all_gather(parts: list[torch.Tensor], mine: torch.Tensor, group: Any = None, async_op: bool = False) -> Any:
+        if len({part.shape for part in parts}) == 1:
+            return original_gather(parts, mine, group=group, async_op=async_op)
+        assert not async_op, "parts of different sizes are gathered at once"
+        rows = max(len(part) for part in parts)
+        gathered = [mine.new_empty(rows, *mine.shape[1:]) for _ in parts]
+        original_gather(gathered, padded(mine, rows), group=group)
+        for part, source in zip(parts, gathered, strict=True):
+            part.copy_(source[: len(part)])
+        return None
+
+    @functools.wraps(dist.reduce_scatter)
+    def reduce_scatter(
+        output: torch.Tensor, parts: list[torch.Tensor], op: Any = dist.ReduceOp.SUM, group: Any = None
+    ) -> None:
+        rows = max(len(part) for part in parts)
+        result = output.new_empty(rows, *output.shape[1:])
+        scatter(result, torch.cat([padded(part, rows) for part in parts]), op=op, group=group)
+        output.copy_(result[: len(output)])
+
+    dist.all_gather = all_gather  # type: ignore[assignment]
+    dist.reduce_scatter = reduce_scatter  # type: ignore[assignment]
+
+
 def redirect_cuda_to_cpu() -> None:
     """Apply all redirections, once in a process; then import megatron and adapt its RNG tracker."""
     if getattr(torch, "_cuda_is_redirected_to_cpu", False):
@@ -147,9 +180,13 @@ def redirect_cuda_to_cpu() -> None:
     _redirect_tensors()
     _redirect_cuda_module()
     _accept_tensor_split_sizes()
+    _pad_uneven_parts()
 
     from megatron.core.tensor_parallel import random as megatron_random
+    from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
+    # vLLM replaces torch.cuda.Stream once more, by one that records no events
+    MoEAlltoAllTokenDispatcher.cuda_dtoh_stream = _Stream()
     megatron_random._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()
     megatron_random._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
     megatron_random._lazy_call = lambda call, **kwargs: call()

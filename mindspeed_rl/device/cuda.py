@@ -21,6 +21,7 @@ class CudaDevice:
     visible_devices_variable: str | None = "CUDA_VISIBLE_DEVICES"
     rollout_can_sleep = True
     fuses_activations = True
+    groups_matmuls = True
 
     def install(self) -> None:
         """Megatron-core is written for CUDA: nothing to adapt."""

@@ -24,6 +24,7 @@ class NpuDevice:
     visible_devices_variable: str | None = "ASCEND_RT_VISIBLE_DEVICES"
     rollout_can_sleep = True
     fuses_activations = False
+    groups_matmuls = False
 
     def __init__(self) -> None:
         self._causal_mask: torch.Tensor | None = None
@@ -120,4 +121,5 @@ class NpuDevice:
         return {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
 
     def vllm_environment(self, kv_cache_gib: int) -> dict[str, str]:
-        return {}
+        # weights in the NPU's own format could not be overwritten in place
+        return {"VLLM_ASCEND_ENABLE_NZ": "0"}

@@ -1,4 +1,4 @@
-"""How a model's parameters are spread over ranks: tensor parallelism, pipeline stages, replicas."""
+"""How a model's parameters are spread over ranks: tensor parallelism, pipeline stages, experts, replicas."""
 
 from __future__ import annotations
 
@@ -17,18 +17,22 @@ class WeightLayout:
 
     tp: int
     stages: Chunks
-    dp: int = 1  # replicas: ranks that hold the same weights
+    dp: int = 1  # replicas: ranks that hold the same weights, but for experts
+    ep: int = 1  # neighbouring replicas that share the experts: each holds a contiguous 1/ep of them
 
     @classmethod
-    def even(cls, model: ModelConfig, tp: int = 1, pp: int = 1, dp: int = 1) -> WeightLayout:
-        """The same number of layers on every stage, in one chunk.
+    def even(cls, model: ModelConfig, tp: int = 1, pp: int = 1, dp: int = 1, ep: int = 1) -> WeightLayout:
+        """The same number of layers on every stage, in one chunk, and of experts on every expert-parallel rank.
 
         Raises:
-            CheckpointError: the layers cannot be divided evenly.
+            CheckpointError: the layers or experts cannot be divided evenly.
         """
+        experts = model.num_moe_experts or 1
+        if experts % ep or dp % ep:
+            raise CheckpointError(f"{experts} experts cannot be divided evenly over {ep} of {dp} replicas")
         if model.num_layers % pp:
             raise CheckpointError(f"{model.num_layers} layers cannot be divided evenly over {pp} pipeline stages")
-        return cls(tp, pipeline_chunks(model.num_layers, MegatronConfig(pipeline_model_parallel_size=pp)), dp)
+        return cls(tp, pipeline_chunks(model.num_layers, MegatronConfig(pipeline_model_parallel_size=pp)), dp, ep)
 
     @property
     def pp(self) -> int:
@@ -48,22 +52,39 @@ class WeightLayout:
         pp_rank, replica = divmod(rest, self.dp)
         return tp_rank, pp_rank, replica
 
-    def owned(self, model: ModelConfig, pp_rank: int) -> dict[str, Parameter]:
-        """Parameters of a stage by name, each parameter of the model on exactly one stage."""
-        last = self.pp - 1
+    def expert_rank(self, replica: int) -> int:
+        """Position of a replica among those that share the experts."""
+        return replica % self.ep
+
+    def experts(self, model: ModelConfig, ep_rank: int) -> range:
+        """The experts, of each layer that has any, that an expert-parallel rank holds."""
+        count = (model.num_moe_experts or 0) // self.ep
+        return range(ep_rank * count, (ep_rank + 1) * count)
+
+    def is_expert_parallel(self, parameter: Parameter) -> bool:
+        """Whether only one of `ep` replicas holds a parameter."""
+        return self.ep > 1 and parameter.expert is not None
+
+    def owned(self, model: ModelConfig, pp_rank: int, ep_rank: int = 0) -> dict[str, Parameter]:
+        """Parameters of a stage by name, each parameter of the model on exactly one stage.
+
+        Of its experts, those of one expert-parallel rank: as many, in the same order, on every such rank.
+        """
+        last, experts = self.pp - 1, self.experts(model, ep_rank)
         owned = {}
         for parameter in parameter_table(model):
             if parameter.layer is None:
                 here = pp_rank == (0 if parameter.name.startswith("embedding.") else last)
             else:
                 here = any(parameter.layer in layers for layers in self.stages[pp_rank])
+                here = here and (parameter.expert is None or parameter.expert in experts)
             if here:
                 owned[parameter.name] = parameter
         return owned
 
-    def held(self, model: ModelConfig, pp_rank: int) -> dict[str, Parameter]:
+    def held(self, model: ModelConfig, pp_rank: int, ep_rank: int = 0) -> dict[str, Parameter]:
         """`owned` and, on the last of several stages, the copy of a tied embedding: all that a stage must load."""
-        held = self.owned(model, pp_rank)
+        held = self.owned(model, pp_rank, ep_rank)
         if 0 < pp_rank == self.pp - 1 and not model.untie_embeddings_and_output_weights:
             held[TIED_OUTPUT.megatron] = make_parameter(TIED_OUTPUT, model)
         return held

@@ -11,8 +11,9 @@ Slices are even cuts along `tp_dim`. Merging one tensor does nothing; `gate_up` 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Literal, Protocol
 
 import torch
@@ -26,13 +27,14 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Row:
-    """One kind of parameter. `{layer}` in the names stands for the layer's index."""
+    """One kind of parameter. `{layer}` and `{expert}` in the names stand for the indices of layer and expert."""
 
     megatron: str
     hf: Mapping[str, tuple[str, ...]]  # Hugging Face name -> its shape in the sizes of `_sizes`
     tp_dim: int | None  # dimension cut by tensor parallelism; None: every rank holds the whole
     transform: Transform = "plain"
     condition: str | None = None  # field of ModelConfig that must be true for the parameter to exist
+    layers: Literal["dense", "moe"] | None = None  # only in layers without or with experts; None: in every layer
 
 
 _MCORE, _HF = "decoder.layers.{layer}.", "model.layers.{layer}."
@@ -80,8 +82,9 @@ DENSE_TABLE = (
         {_HF + "mlp.gate_proj.weight": ("ffn", "hidden"), _HF + "mlp.up_proj.weight": ("ffn", "hidden")},
         0,
         "gate_up",
+        layers="dense",
     ),
-    Row(_MCORE + "mlp.linear_fc2.weight", {_HF + "mlp.down_proj.weight": ("hidden", "ffn")}, 1),
+    Row(_MCORE + "mlp.linear_fc2.weight", {_HF + "mlp.down_proj.weight": ("hidden", "ffn")}, 1, layers="dense"),
     Row("decoder.final_layernorm.weight", {"model.norm.weight": ("hidden",)}, None),
     Row(
         "output_layer.weight",
@@ -91,12 +94,29 @@ DENSE_TABLE = (
         condition="untie_embeddings_and_output_weights",
     ),
 )
+_EXPERT, _HF_EXPERT = _MCORE + "mlp.experts.local_experts.{expert}.", _HF + "mlp.experts.{expert}."
+
+EXPERT_ROWS = (
+    Row(_MCORE + "mlp.router.weight", {_HF + "mlp.gate.weight": ("experts", "hidden")}, None, layers="moe"),
+    Row(
+        _EXPERT + "linear_fc1.weight",
+        {
+            _HF_EXPERT + "gate_proj.weight": ("expert_ffn", "hidden"),
+            _HF_EXPERT + "up_proj.weight": ("expert_ffn", "hidden"),
+        },
+        0,
+        "gate_up",
+        layers="moe",
+    ),
+    Row(_EXPERT + "linear_fc2.weight", {_HF_EXPERT + "down_proj.weight": ("hidden", "expert_ffn")}, 1, layers="moe"),
+)
 # With tied embeddings the last of several pipeline stages keeps its own copy of the embedding.
 TIED_OUTPUT = Row("output_layer.weight", {"model.embed_tokens.weight": ("vocab", "hidden")}, 0, "vocab")
 
 TABLES: dict[str, tuple[Row, ...]] = {
     "Qwen2ForCausalLM": DENSE_TABLE,
     "Qwen3ForCausalLM": DENSE_TABLE,
+    "Qwen3MoeForCausalLM": DENSE_TABLE + EXPERT_ROWS,
     "LlamaForCausalLM": DENSE_TABLE,
     "MistralForCausalLM": DENSE_TABLE,
 }
@@ -107,6 +127,8 @@ def _sizes(model: ModelConfig) -> dict[str, int]:
         "vocab": model.vocab_size,
         "hidden": model.hidden_size,
         "ffn": model.ffn_hidden_size,
+        "experts": model.num_moe_experts or 0,
+        "expert_ffn": model.moe_ffn_hidden_size or 0,
         "query": model.num_attention_heads * model.kv_channels,
         "key": model.num_query_groups * model.kv_channels,
         "head": model.kv_channels,
@@ -128,13 +150,14 @@ class Parameter:
     padding. `shard` adds zero rows so that the vocabulary divides evenly; `unshard` drops them again.
     """
 
-    name: str  # Megatron name with the global layer index
+    name: str  # Megatron name with the global indices of layer and expert
     hf_names: tuple[str, ...]
     hf_shapes: tuple[Shape, ...]
     tp_dim: int | None
     transform: Transform
     groups: int  # query groups that `qkv` interleaves; 1 otherwise
     layer: int | None  # global layer index; None outside the layers
+    expert: int | None = None  # index among all experts of the layer; None for what is no expert's
 
     @property
     def shape(self) -> Shape:
@@ -252,14 +275,27 @@ def _split(merged: torch.Tensor, rows: list[int], groups: int) -> list[torch.Ten
 
 def parameter_table(model: ModelConfig) -> list[Parameter]:
     """Every parameter of the whole model, from the embedding to the output layer; a tied output layer is absent."""
+    return list(_table(model))
+
+
+@lru_cache(maxsize=8)  # a mixture of experts has tens of thousands
+def _table(model: ModelConfig) -> tuple[Parameter, ...]:
     rows = [row for row in TABLES[model.architecture] if row.condition is None or getattr(model, row.condition)]
     of_layer = [row for row in rows if "{layer}" in row.megatron]
     first = rows.index(of_layer[0])  # rows above the layers' rows come before the layers, rows below after them
-    return [
+    return (
         *(make_parameter(row, model) for row in rows[:first]),
-        *(make_parameter(row, model, layer) for layer in range(model.num_layers) for row in of_layer),
-        *(make_parameter(row, model) for row in rows[first + len(of_layer) :]),
-    ]
+        *(parameter for layer in range(model.num_layers) for parameter in _layer_parameters(of_layer, model, layer)),
+        *(make_parameter(row, model) for row in rows[first:] if row not in of_layer),
+    )
+
+
+def _layer_parameters(rows: Iterable[Row], model: ModelConfig, layer: int) -> Iterator[Parameter]:
+    kind = "moe" if model.is_moe_layer(layer) else "dense"
+    for row in rows:
+        if row.layers in (None, kind):
+            experts = range(model.num_moe_experts or 0) if "{expert}" in row.megatron else (None,)
+            yield from (make_parameter(row, model, layer, expert) for expert in experts)
 
 
 def check_hf_names(model: ModelConfig, names: Iterable[str]) -> None:
@@ -282,23 +318,30 @@ def check_hf_names(model: ModelConfig, names: Iterable[str]) -> None:
             )
 
 
-def make_parameter(row: Row, model: ModelConfig, layer: int | None = None) -> Parameter:
-    """Fill a row of the table with a model's sizes and a layer's index."""
+def make_parameter(row: Row, model: ModelConfig, layer: int | None = None, expert: int | None = None) -> Parameter:
+    """Fill a row of the table with a model's sizes and the indices of a layer and an expert of it."""
     sizes = _sizes(model)
     return Parameter(
-        name=row.megatron.format(layer=layer),
-        hf_names=tuple(name.format(layer=layer) for name in row.hf),
+        name=row.megatron.format(layer=layer, expert=expert),
+        hf_names=tuple(name.format(layer=layer, expert=expert) for name in row.hf),
         hf_shapes=tuple(tuple(sizes[size] for size in shape) for shape in row.hf.values()),
         tp_dim=row.tp_dim,
         transform=row.transform,
         groups=model.num_query_groups if row.transform == "qkv" else 1,
         layer=layer,
+        expert=expert,
     )
 
 
 _LAYER_INDEX = re.compile(r"(?<=^decoder\.layers\.)\d+(?=\.)")
+_EXPERT_INDEX = re.compile(r"(?<=\.local_experts\.)\d+(?=\.)")
 
 
-def global_name(local_name: str, layer_offset: int) -> str:
-    """Name in the whole model of a parameter of a part of it, whose first layer is layer `layer_offset`."""
-    return _LAYER_INDEX.sub(lambda match: str(int(match.group()) + layer_offset), local_name)
+def global_name(local_name: str, layer_offset: int, expert_offset: int = 0) -> str:
+    """Name in the whole model of a rank's parameter.
+
+    `layer_offset` is the first layer of the part of the model that the rank's name counts in, `expert_offset` the
+    first expert that the rank holds.
+    """
+    name = _LAYER_INDEX.sub(lambda match: str(int(match.group()) + layer_offset), local_name)
+    return _EXPERT_INDEX.sub(lambda match: str(int(match.group()) + expert_offset), name) if expert_offset else name

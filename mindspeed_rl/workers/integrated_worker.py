@@ -72,8 +72,11 @@ class IntegratedWorker(TrainingWorker):
         timings, generate = Timings(iteration), self.config.generate_config
         away = {"old_log_prob": generate.offload_train_param, "reference": generate.offload_reference}
         overlap = [stage for stage in scoring_stages(self.config) if not away[stage]]
+        shares_experts = self.layout.ep > 1
+        if shares_experts:  # scoring is a pass of all ranks that share experts: none can take what it finds ready
+            overlap = []
         with timings("rollout"):
-            if overlap:
+            if overlap or shares_experts:  # the latter end together, lest one waits in its pass for the others
                 self._generate_scoring(iteration, overlap)
             else:
                 self.rollout.generate(iteration)

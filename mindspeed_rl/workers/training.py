@@ -123,6 +123,10 @@ class Training:
     def _put_log_probs(self, claim: Claim, batch: RolloutBatch) -> None:
         stage = claim.consumer
         micro = self._micro_batches(batch, stage)
+        if self.layout.ep > 1 and self.rl.use_dynamic_bsz:
+            # ranks that share experts make equally many passes: each needs the others in its own
+            most = self.engine.max_over_data_parallel([len(micro)])[0]
+            micro = self._micro_batches(batch, stage, at_least=int(most))
         values = self.engine.log_probs(batch, micro, self.sampling.temperature, reference=stage == "reference")
         if self.replica.is_leader:
             assert values is not None, "the leader of a model replica is its output rank"

@@ -20,7 +20,7 @@ from mindspeed_rl.checkpoint.state import (
 from mindspeed_rl.common.errors import CheckpointError
 
 torch.set_num_threads(1)
-LAYOUT = SimpleNamespace(world=2, tp=2, pp=1, dp=1)
+LAYOUT = SimpleNamespace(world=2, tp=2, pp=1, dp=1, ep=1)
 
 
 def rank_state(iteration, rank):
@@ -188,7 +188,7 @@ def test_damage_is_named(tmp_path):
 
 def test_another_layout_is_refused_and_both_are_named(tmp_path):
     path = save(store_at(tmp_path), 12)
-    other = SimpleNamespace(world=2, tp=1, pp=1, dp=2)
+    other = SimpleNamespace(world=2, tp=1, pp=1, dp=2, ep=1)
     with pytest.raises(CheckpointError, match=r"layout .*'tp': 2, .* into layout .*'tp': 1, 'pp': 1, 'dp': 2"):
         load_rank(path, 0, other)
     with pytest.raises(CheckpointError, match="has no rank 2: layout"):

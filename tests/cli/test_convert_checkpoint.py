@@ -19,7 +19,9 @@ torch.set_num_threads(1)
 COMMAND = Path(__file__).resolve().parents[2] / "cli" / "convert_checkpoint.py"
 
 
-def make_model(folder: Path, model_type: str, tie: bool = False, dtype: torch.dtype = torch.float32) -> Path:
+def make_model(
+    folder: Path, model_type: str, tie: bool = False, dtype: torch.dtype = torch.float32, **further
+) -> Path:
     torch.manual_seed(1)
     config = AutoConfig.for_model(
         model_type,
@@ -32,6 +34,7 @@ def make_model(folder: Path, model_type: str, tie: bool = False, dtype: torch.dt
         head_dim=6,
         max_position_embeddings=64,
         tie_word_embeddings=tie,
+        **further,
     )
     model = AutoModelForCausalLM.from_config(config).to(dtype)
     for parameter in model.parameters():  # biases and norms too
@@ -63,6 +66,29 @@ def test_round_trip_is_bit_exact(tmp_path, model_type, tie, tp, pp):
         assert (tmp_path / "target" / file).read_bytes() == (tmp_path / "gone" / file).read_bytes()
     configs = [json.loads((tmp_path / name / "config.json").read_text()) for name in ("gone", "target")]
     assert configs[0] == configs[1]
+
+
+@pytest.mark.parametrize(("tp", "pp", "ep"), [(1, 1, 1), (1, 1, 2), (2, 1, 2), (1, 2, 4)])
+def test_round_trip_of_experts_is_bit_exact(tmp_path, tp, pp, ep):
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "mlp_only_layers": [0]}
+    source = make_model(tmp_path / "source", "qwen3_moe", **experts)
+    sizes = {"--tensor-parallel": tp, "--pipeline-parallel": pp, "--expert-parallel": ep}
+    options = [str(part) for option in sizes.items() for part in option]
+    assert convert("hf2mcore", source, tmp_path / "mcore", *options) == 0
+    reader = open_checkpoint(tmp_path / "mcore")
+    assert reader.layout == {"world": tp * pp * ep, "tp": tp, "pp": pp, "dp": ep, "ep": ep}
+    held = [name for name in reader.load_rank(tp * pp * ep - 1)["model"] if "experts.local" in name]
+    assert len(held) == 2 * 8 // ep  # of the one layer that has experts
+    assert convert("mcore2hf", tmp_path / "mcore", tmp_path / "target") == 0
+    expected, found = HFWeights(source), HFWeights(tmp_path / "target")
+    assert sorted(found.names) == sorted(expected.names)
+    assert all(torch.equal(found.tensor(name), expected.tensor(name)) for name in expected.names)
+
+
+def test_experts_that_cannot_be_divided_are_refused(tmp_path, capsys):
+    source = make_model(tmp_path / "source", "qwen3_moe", num_experts=6, num_experts_per_tok=2)
+    assert convert("hf2mcore", source, tmp_path / "mcore", "--expert-parallel", "4") == 1
+    assert "6 experts cannot be divided evenly over 4" in capsys.readouterr().err
 
 
 def test_converted_model_computes_the_same(tmp_path):

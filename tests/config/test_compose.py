@@ -83,6 +83,8 @@ PUBLISHED_PARAMETERS = {
     "qwen3_8b": 8_190_735_360,
     "qwen3_14b": 14_768_307_200,
     "qwen3_32b": 32_762_123_264,
+    "qwen3_30b_a3b": 30_532_122_624,
+    "qwen3_235b_a22b": 235_093_634_560,
     "llama2_7b": 6_738_415_616,
     "llama3_8b": 8_030_261_248,
     "llama3_70b": 70_553_706_496,
@@ -101,7 +103,9 @@ def test_presets_have_the_published_number_of_parameters(preset, tmp_path):
 
 
 def test_every_preset_is_compared_with_a_published_model():
-    assert {*PUBLISHED_PARAMETERS, "tiny_qwen2"} == {path.stem for path in (CONFIGS / "model").glob("*.yaml")}
+    assert {*PUBLISHED_PARAMETERS, "tiny_qwen2", "tiny_qwen3_moe"} == {
+        path.stem for path in (CONFIGS / "model").glob("*.yaml")
+    }
 
 
 # GiB that a device of a shipped run has: NPUs of the Atlas A2 and A3 series (a die), and by the name's ending

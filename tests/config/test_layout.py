@@ -2,6 +2,7 @@
 
 import io
 import itertools
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
@@ -74,6 +75,14 @@ def test_cells_of_layouts_one_meets():
     assert make_layout(tp=2, pp=1, dp=2, infer_tp=1).cells() == [(0, 1), (2, 3)]
     assert make_layout(tp=1, pp=1, dp=4, infer_tp=2).cells() == [(0, 1), (2, 3)]
     assert make_layout(tp=1, pp=2, dp=2, infer_tp=2).cells() == [(0, 1, 2, 3)]
+
+
+def test_ranks_that_share_experts():
+    layout = replace(make_layout(tp=2, pp=1, dp=4, infer_tp=2), ep=2)
+    assert [layout.ep_rank(rank) for rank in range(8)] == [0, 0, 1, 1, 0, 0, 1, 1]
+    assert layout.cells() == [(0, 1, 2, 3), (4, 5, 6, 7)]
+    assert layout.model_replicas() == [(0, 1), (2, 3), (4, 5), (6, 7)]
+    assert replace(make_layout(tp=1, pp=2, dp=2, infer_tp=1), ep=2).cells() == [(0, 1, 2, 3)]
 
 
 def test_batch_arithmetic():
@@ -275,3 +284,33 @@ def test_memory_is_that_of_the_largest_stage_and_of_interleaving():
     # two stages, two chunks each: a quarter more than without
     in_chunks = activation_bytes(*loaded_with(*none, "actor_config.num_layers_per_virtual_pipeline_stage=7"))
     assert in_chunks == pytest.approx(plain * 1.25)
+
+
+def test_experts_are_divided_further():
+    cfg, model, layout = loaded("grpo_trainer_qwen3_30b_a3b")
+    assert (layout.tp, layout.dp, layout.ep) == (4, 4, 4)
+    experts = 48 * 128 * 3 * 2048 * 768
+    assert model.expert_parameters == experts
+    others = (model.num_parameters - experts) // 4
+    assert stage_parameters(cfg, model, layout) == pytest.approx(others + experts // 16, rel=1e-3)
+    memory = estimate_memory(cfg, model, layout)
+    assert memory.optimizer == pytest.approx(12 * (others / 4 + experts / 16), rel=1e-3)  # one replica of each expert
+    whole = estimate_memory(cfg, model, replace(layout, ep=1))
+    assert whole.optimizer == pytest.approx(12 * (others / 4 + experts / 16), rel=1e-3)  # four, each keeps a quarter
+    assert whole.weights - memory.weights == pytest.approx(2 * experts / 4 * 3 / 4, rel=1e-3)
+
+
+def test_activations_of_experts_are_those_of_the_tokens_sent_to_them():
+    name, everything = "grpo_trainer_qwen3_30b_a3b", ["recompute_method=uniform", "recompute_num_layers=1"]
+    found = activation_bytes(*loaded(name, *(f"megatron_training.{setting}" for setting in everything)))
+    hidden, heads = 2048 / 4, (2 * 32 + 2 * 4) * 128 / 4
+    routed = 8 * (2 * 2048 + 3 * 768 / 4)
+    assert found == pytest.approx(2 * 4096 * 2 * (48 * hidden + 4 * hidden + heads + routed))
+
+
+def test_report_of_a_mixture_of_experts():
+    console = Console(file=io.StringIO(), width=140)
+    print_report(loaded("grpo_trainer_qwen3_30b_a3b")[0], console)
+    text = " ".join(console.file.getvalue().split())  # titles are broken to the width of their tables
+    for part in ("30,532.1 M parameters, of which a token uses 3,353.0 M", "expert_model_parallel_size", " EP "):
+        assert part in text

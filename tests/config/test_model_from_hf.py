@@ -5,7 +5,15 @@ from pathlib import Path
 
 import pytest
 from omegaconf import OmegaConf
-from transformers import AutoConfig, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MistralConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 from mindspeed_rl.config.model import ModelConfig
 from mindspeed_rl.config.rope import RopeScaling
@@ -248,3 +256,70 @@ def test_sliding_window_of_mistral(changes, window):
 def test_what_is_not_supported_is_refused_by_name(changes, message):
     with pytest.raises(ValueError, match=message):
         ModelConfig.from_hf({**OLD_FILE, **changes})
+
+
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 20, "norm_topk_prob": True}
+
+
+def moe_json(tmp_path, **changes) -> dict:
+    """A config.json as transformers writes it, of a mixture of experts."""
+    config = Qwen3MoeConfig(**{**SIZES, **EXPERTS, **changes}, architectures=["Qwen3MoeForCausalLM"])
+    config.save_pretrained(tmp_path)
+    return json.loads((tmp_path / "config.json").read_text())
+
+
+def test_a_mixture_of_experts(tmp_path):
+    model = ModelConfig.from_hf(moe_json(tmp_path))
+    assert (model.num_moe_experts, model.moe_router_topk, model.moe_ffn_hidden_size) == (8, 3, 20)
+    assert (model.moe_router_pre_softmax, model.moe_layer_freq, model.qk_layernorm) == (False, 1, True)
+    published = {key: value for key, value in moe_json(tmp_path).items() if key != "num_local_experts"}
+    assert ModelConfig.from_hf({**published, **EXPERTS}) == model  # the name in the files of Qwen's own
+    assert ModelConfig.from_hf(moe_json(tmp_path, norm_topk_prob=False)).moe_router_pre_softmax
+
+
+@pytest.mark.parametrize(
+    ("changes", "layers"),
+    [
+        ({"decoder_sparse_step": 2}, (0, 1, 0)),
+        ({"mlp_only_layers": [0]}, (0, 1, 1)),
+        ({"decoder_sparse_step": 2, "mlp_only_layers": [2]}, (0, 1, 0)),
+        ({"mlp_only_layers": []}, 1),
+    ],
+)
+def test_layers_without_experts(changes, layers, tmp_path):
+    hf = moe_json(tmp_path, **changes)
+    model = ModelConfig.from_hf(hf)
+    assert model.moe_layer_freq == layers
+    assert ModelConfig(**json.loads(model.model_dump_json())) == model
+    reference = AutoModelForCausalLM.from_config(AutoConfig.for_model(**hf))
+    assert [model.is_moe_layer(index) for index in range(3)] == [
+        hasattr(layer.mlp, "experts") for layer in reference.model.layers
+    ]
+    assert model.num_parameters == sum(parameter.numel() for parameter in reference.parameters())
+    unused = sum(model.is_moe_layer(layer) for layer in range(3)) * (8 - 3) * 3 * 48 * 20
+    assert model.active_parameters == model.num_parameters - unused
+    assert model.matmul_parameters == model.active_parameters - 100 * 48
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_local_experts": None, "moe_intermediate_size": None}, "lacks num_experts, moe_intermediate_size"),
+        ({"num_experts_per_tok": 9}, "moe_router_topk = 9 of num_moe_experts = 8"),
+        ({"decoder_sparse_step": 0}, "decoder_sparse_step = 0 is not supported"),
+        ({"mlp_only_layers": [0, 1, 2]}, r"moe_layer_freq = \[0, 0, 0\]"),
+    ],
+)
+def test_what_a_mixture_of_experts_must_say(changes, message, tmp_path):
+    hf = {**moe_json(tmp_path), **changes}
+    with pytest.raises(ValueError, match=message):
+        ModelConfig.from_hf(hf)
+
+
+def test_fields_of_experts_are_for_models_with_experts(tmp_path):
+    dense = ModelConfig.from_hf(OLD_FILE).model_dump()
+    for key, value in {"num_moe_experts": 4, "moe_router_pre_softmax": True, "moe_layer_freq": (0, 1)}.items():
+        with pytest.raises(ValueError, match=f"{key} = .*, but Qwen2ForCausalLM has no experts"):
+            ModelConfig(**{**dense, key: value})
+    with pytest.raises(ValueError, match="moe_router_topk is required for Qwen3MoeForCausalLM"):
+        ModelConfig(**{**dense, "architecture": "Qwen3MoeForCausalLM", "num_moe_experts": 4})

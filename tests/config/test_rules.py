@@ -1,6 +1,7 @@
 """Every rule: an example that breaks it, and an error that names key path, value and a way out."""
 
 import pytest
+from expert_examples import EXPERT_EXAMPLES
 
 from mindspeed_rl.common.errors import ConfigError, Violation
 from mindspeed_rl.config.compose import load_config
@@ -229,21 +230,9 @@ EXAMPLES = {
         ["actor_config.context_parallel_size=2"],
         "actor_config.context_parallel_size", 2, "heads of a tensor-parallel rank = 7", "possible: 1, 7",
     ),
-    "refuse_expert_model_parallel_size": (
-        ["actor_config.expert_model_parallel_size=2"],
-        "actor_config.expert_model_parallel_size", 2, "not supported by this version", "set it to 1",
-    ),
     "refuse_infer_pipeline_parallel_size": (
         ["generate_config.infer_pipeline_parallel_size=2"],
         "generate_config.infer_pipeline_parallel_size", 2, "not supported by this version", "set it to 1",
-    ),
-    "refuse_infer_expert_parallel_size": (
-        ["generate_config.infer_expert_parallel_size=2"],
-        "generate_config.infer_expert_parallel_size", 2, "not supported by this version", "set it to 1",
-    ),
-    "refuse_enable_expert_parallel": (
-        ["generate_config.enable_expert_parallel=true"],
-        "generate_config.enable_expert_parallel", True, "not supported by this version", "set it to false",
     ),
     "refuse_torchair_graph": (
         ["generate_config.torchair_graph=true"],
@@ -257,6 +246,7 @@ EXAMPLES = {
         ["rl_config.rule_reward=false"],
         "rl_config.rule_reward", False, "reward models are not built", "set it to true",
     ),
+    **EXPERT_EXAMPLES,
 }  # fmt: skip
 
 

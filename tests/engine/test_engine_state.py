@@ -7,6 +7,7 @@ import pytest
 import torch
 from support.ranks import run_ranks
 
+from examples.make_tiny_model import make_tiny_model
 from mindspeed_rl.algorithms.policy_objective import PolicyObjective
 from mindspeed_rl.common.errors import CheckpointError
 from mindspeed_rl.common.metric import MetricSet
@@ -37,7 +38,7 @@ def loss(
     )
 
 
-def scenario(rank: int, folder: str, distributed_optimizer: bool) -> None:
+def scenario(rank: int, folder: str, settings: dict[str, Any]) -> None:
     """All checks in one process: starting the engine costs more than they do."""
     from mindspeed_rl.checkpoint.hf import HFWeights
     from mindspeed_rl.device.select import make_device
@@ -49,12 +50,7 @@ def scenario(rank: int, folder: str, distributed_optimizer: bool) -> None:
     with open(f"{folder}/config.json") as file:
         model = ModelConfig.from_hf(json.load(file))
     # warm-up and decay make the learning rate depend on the schedule's position
-    cfg = MegatronConfig(
-        lr=1e-2,
-        lr_warmup_fraction=0.5,
-        lr_decay_style="cosine",
-        use_distributed_optimizer=distributed_optimizer,
-    )
+    cfg = MegatronConfig(lr=1e-2, lr_warmup_fraction=0.5, lr_decay_style="cosine", **settings)
     initialize_parallel_state(cfg)
 
     def engine() -> MegatronEngine:
@@ -116,4 +112,10 @@ def scenario(rank: int, folder: str, distributed_optimizer: bool) -> None:
 
 @pytest.mark.parametrize("distributed_optimizer", [True, False])
 def test_state_goes_and_comes_back(distributed_optimizer: bool, tiny_model_dir: Any) -> None:
-    run_ranks(1, scenario, str(tiny_model_dir), distributed_optimizer)
+    run_ranks(1, scenario, str(tiny_model_dir), {"use_distributed_optimizer": distributed_optimizer})
+
+
+@pytest.mark.parametrize("distributed_optimizer", [True, False])
+def test_state_of_shared_experts_goes_and_comes_back(distributed_optimizer: bool, tmp_path: Any) -> None:
+    settings = {"use_distributed_optimizer": distributed_optimizer, "expert_model_parallel_size": 2}
+    run_ranks(2, scenario, str(make_tiny_model(tmp_path / "experts", "qwen3_moe")), settings)

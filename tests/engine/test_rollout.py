@@ -11,9 +11,12 @@ from support.ranks import run_ranks
 from transformers import AutoModelForCausalLM
 
 from examples.make_tiny_model import make_tiny_model
+from mindspeed_rl.common.errors import ConfigError
 from mindspeed_rl.config.model import ModelConfig
 from mindspeed_rl.config.schema import GenerateConfig, MegatronConfig, SamplingConfig
 from mindspeed_rl.data.packing import fixed_micro_batches
+from mindspeed_rl.device.cpu import CpuDevice
+from mindspeed_rl.engine.vllm.engine import VllmEngine
 from mindspeed_rl.types import RolloutBatch
 
 PROMPTS = [[6, 2, 7, 5], [9, 1, 8], [10, 5], [6, 6, 6, 6, 6], [11, 3], [12, 4, 9], [*range(1, 16), *range(15, 0, -1)]]
@@ -67,6 +70,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         "qwen3": str(make_tiny_model(root / "qwen3", architecture="qwen3")),
         "llama-yarn": str(make_family(root / "llama-yarn", "llama-yarn")),
         "mistral": str(mistral),
+        "qwen3_moe": str(make_tiny_model(root / "qwen3_moe", architecture="qwen3_moe")),
     }
 
 
@@ -110,7 +114,7 @@ def test_layouts_generate_the_same(
     assert any(result["scored"] is not None for result in results)
 
 
-@pytest.mark.parametrize("family", ["qwen2-tied", "qwen3", "llama-yarn", "mistral"])
+@pytest.mark.parametrize("family", ["qwen2-tied", "qwen3", "llama-yarn", "mistral", "qwen3_moe"])
 def test_greedy_output_equals_that_of_transformers(family: str, folders: dict[str, str]) -> None:
     result = run_ranks(1, rollout, folders[family], {}, 1, 0.0)[0]
     assert_rollout_equals_training(result)
@@ -118,6 +122,21 @@ def test_greedy_output_equals_that_of_transformers(family: str, folders: dict[st
     for prompt, tokens in zip(PROMPTS, result["tokens"], strict=True):
         expected = model.generate(torch.tensor([prompt]), max_new_tokens=MAX_TOKENS, do_sample=False, pad_token_id=0)
         assert tokens == expected[0, len(prompt) :].tolist()
+
+
+def test_shared_experts_of_training_are_whole_in_rollout(folders: dict[str, str]) -> None:
+    """Each rank trains half of the experts; in rollout it has a slice of every one."""
+    results = run_ranks(2, rollout, folders["qwen3_moe"], {"expert_model_parallel_size": 2}, 2, 0.8)
+    assert results[0]["tokens"] == results[1]["tokens"]
+    assert len({tuple(tokens) for tokens in results[0]["tokens"]}) > 1
+    for result in results:
+        assert_rollout_equals_training(result)
+
+
+def test_whole_experts_are_refused_on_the_cpu(folders: dict[str, str]) -> None:
+    cfg = GenerateConfig(infer_tensor_parallel_size=2, enable_expert_parallel=True, dtype="float32")
+    with pytest.raises(ConfigError, match="enable_expert_parallel = True: vLLM's CPU kernels"):
+        VllmEngine(cfg, folders["qwen3_moe"], CpuDevice(), seed=1, stop_tokens=STOP)
 
 
 def test_nothing_stays_in_shared_memory(folders: dict[str, str]) -> None:

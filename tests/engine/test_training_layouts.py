@@ -138,7 +138,7 @@ def train(rank: int, folder: str, settings: dict[str, Any], micro: Micro, steps:
 
     with open(f"{folder}/config.json") as file:
         model = ModelConfig.from_hf(json.load(file))
-    cfg = MegatronConfig(lr=1e-3, clip_grad=0.0, **settings)
+    cfg = MegatronConfig(**{"lr": 1e-3, "clip_grad": 0.0, **settings})
     initialize_parallel_state(cfg)
     engine = MegatronEngine(cfg, model, device, 10, HFWeights(folder), with_reference=True)
     share = SEQUENCES // engine.data_parallel_size
@@ -150,6 +150,7 @@ def train(rank: int, folder: str, settings: dict[str, Any], micro: Micro, steps:
         "micro_batches": chosen,
         "log_probs": engine.log_probs(mine, chosen, TEMPERATURE),
         "reference": engine.log_probs(mine, chosen, TEMPERATURE, reference=True),
+        "loaded": {name: tensor.clone() for name, tensor in engine.export_weights(1 << 14)},
         "metrics": [],
     }
     tokens = engine.sum_over_data_parallel([float(torch.cat(mine.columns["loss_mask"]).sum())])[0]
@@ -159,7 +160,9 @@ def train(rank: int, folder: str, settings: dict[str, Any], micro: Micro, steps:
         if step == 0 and (engine.data_parallel_size == 1 or not cfg.use_distributed_optimizer):
             result["gradients"] = {
                 name: parameter.main_grad.clone()
-                for name, parameter in named_parameters([chunk.module for chunk in engine.actor], engine.layout)
+                for name, parameter in named_parameters(
+                    [chunk.module for chunk in engine.actor], model, engine.layout
+                )
             }
     result["weights"] = {name: tensor.clone() for name, tensor in engine.export_weights(1 << 14)}
     return result

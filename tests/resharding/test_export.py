@@ -34,6 +34,12 @@ def tiny_model(**overrides) -> ModelConfig:
     return ModelConfig(**{**values, **overrides})
 
 
+def experts_model(**overrides) -> ModelConfig:
+    """Eight experts in every layer but the second."""
+    experts = {"num_moe_experts": 8, "moe_router_topk": 2, "moe_ffn_hidden_size": 20, "moe_layer_freq": (1, 0, 1)}
+    return tiny_model(architecture="Qwen3MoeForCausalLM", **experts, **overrides)
+
+
 def full_weights(model):
     """Hugging Face tensors: bfloat16, but layer norms in float32."""
     generator = torch.Generator().manual_seed(5)
@@ -45,7 +51,7 @@ def full_weights(model):
     return weights
 
 
-def shards_of(weights, model, layout, tp_rank, pp_rank):
+def shards_of(weights, model, layout, tp_rank, pp_rank, ep_rank=0):
     return {
         name: torch.nn.Parameter(
             parameter.shard(
@@ -54,24 +60,30 @@ def shards_of(weights, model, layout, tp_rank, pp_rank):
                 layout.tp,
             )
         )
-        for name, parameter in layout.held(model, pp_rank).items()
+        for name, parameter in layout.held(model, pp_rank, ep_rank).items()
     }
 
 
 def topology_of(layout, rank):
-    tp_rank, pp_rank, _ = layout.coordinates(rank)
-    tp_group = pp_group = None
-    if layout.tp > 1:
-        for stage in range(layout.pp):
-            ranks = [layout.rank(other, stage) for other in range(layout.tp)]
-            group = dist.new_group(ranks)
-            tp_group = group if rank in ranks else tp_group
-    if layout.pp > 1:
-        for other in range(layout.tp):
-            ranks = [layout.rank(other, stage) for stage in range(layout.pp)]
-            group = dist.new_group(ranks)
-            pp_group = group if rank in ranks else pp_group
-    return Topology(layout, tp_rank, pp_rank, tp_group, pp_group)
+    tp_rank, pp_rank, replica = layout.coordinates(rank)
+
+    def group(key, size):
+        """The group of all ranks that agree with this one in `key`, or None where that is `size` 1."""
+        members = {}
+        for other in range(layout.world):
+            members.setdefault(key(*layout.coordinates(other)), []).append(other)
+        groups = {ranks[0]: dist.new_group(ranks) for ranks in members.values() if size > 1}
+        return groups.get(members[key(tp_rank, pp_rank, replica)][0])
+
+    return Topology(
+        layout,
+        tp_rank,
+        pp_rank,
+        group(lambda tp, pp, replica: (pp, replica), layout.tp),
+        group(lambda tp, pp, replica: (tp, replica), layout.pp),
+        layout.expert_rank(replica),
+        group(lambda tp, pp, replica: (pp, replica // layout.ep), layout.tp * layout.ep),
+    )
 
 
 def export_and_compare(rank, layout, models, rendezvous):
@@ -85,7 +97,7 @@ def export_and_compare(rank, layout, models, rendezvous):
     dist.broadcast = lambda *args, **kwargs: (calls.append("broadcast"), broadcast(*args, **kwargs))[1]
     for model in models:
         weights = full_weights(model)
-        local = shards_of(weights, model, layout, topology.tp_rank, topology.pp_rank)
+        local = shards_of(weights, model, layout, topology.tp_rank, topology.pp_rank, topology.ep_rank)
         plan = plan_export(local, model, topology, BUCKET)
         calls.clear()
         # twice with one plan, the second time with a consumer that keeps every tensor
@@ -97,10 +109,12 @@ def export_and_compare(rank, layout, models, rendezvous):
                 assert not tensor.requires_grad
                 assert torch.equal(tensor, weights[name]), name
             expected = [name for parameter in parameter_table(model) for name in parameter.hf_names]
-            # the chunks of an interleaved stage come one after the other
-            in_order = all(len(stage) == 1 for stage in layout.stages)
+            # chunks of an interleaved stage come one after the other, experts that ranks share bucket by bucket
+            in_order = layout.ep == 1 and all(len(stage) == 1 for stage in layout.stages)
             assert (names if in_order else sorted(names)) == (expected if in_order else sorted(expected))
-        assert calls.count("gather") == (2 * len(plan) if layout.tp > 1 else 0)
+        of_experts = sum(bucket.is_expert_parallel for bucket in plan)
+        assert (of_experts > 0) == (layout.ep > 1)
+        assert calls.count("gather") == 2 * (of_experts if layout.tp == 1 else len(plan))
         assert calls.count("broadcast") == (2 * len(plan) if layout.pp > 1 else 0)
     dist.destroy_process_group()
 
@@ -117,6 +131,21 @@ def export_and_compare(rank, layout, models, rendezvous):
 def test_every_rank_gets_every_tensor_bit_for_bit(layout, tmp_path):
     models = [tiny_model(), tiny_model(untie_embeddings_and_output_weights=False, vocab_size=46)]
     mp.spawn(export_and_compare, (layout, models, tmp_path / "rendezvous"), nprocs=layout.world)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        WeightLayout(1, ((range(0, 3),),), dp=2, ep=2),
+        WeightLayout(1, ((range(0, 3),),), dp=4, ep=2),
+        WeightLayout(2, ((range(0, 3),),), dp=2, ep=2),
+        WeightLayout(1, ((range(0, 1), range(2, 3)), (range(1, 2),)), dp=2, ep=2),
+        WeightLayout(2, ((range(0, 2),), (range(2, 3),))),
+    ],
+    ids=["ep2", "dp4ep2", "tp2ep2", "pp2ep2", "tp2pp2"],
+)
+def test_every_rank_gets_every_expert_bit_for_bit(layout, tmp_path):
+    mp.spawn(export_and_compare, (layout, [experts_model()], tmp_path / "rendezvous"), nprocs=layout.world)
 
 
 def test_one_rank_copies_no_more_than_the_layout_needs():
@@ -138,7 +167,7 @@ def test_buckets_hold_all_shards_within_their_size():
     local = shards_of(full_weights(model), model, layout, 0, 0)
     plan = plan_export(local, model, Topology(layout), BUCKET)
     slots = [slot for bucket in plan for slot in bucket.slots]
-    assert [slot.parameter for slot in slots] == parameter_table(model)
+    assert [parameter for slot in slots for parameter in slot.parameters] == parameter_table(model)
     assert all(bucket.slots[-1].end <= BUCKET for bucket in plan)
     for bucket in plan:
         assert bucket.slots[0].offset == 0
@@ -146,6 +175,19 @@ def test_buckets_hold_all_shards_within_their_size():
     assert len(plan) < len(slots) / 3
     # smaller than any shard: each has a bucket of its own
     assert len(plan_export(local, model, Topology(layout), 1)) == len(slots)
+
+
+def test_buckets_of_experts_gather_no_more_than_others():
+    model = experts_model()
+    layout = WeightLayout.even(model, dp=4, ep=4)
+    local = shards_of(full_weights(model), model, layout, 0, 0)
+    plan = plan_export(local, model, Topology(layout), BUCKET)
+    for bucket in plan:
+        gathered = bucket.nbytes * (4 if bucket.is_expert_parallel else 1)
+        assert gathered <= BUCKET or len(bucket.slots) == 1
+    experts = [parameter.expert for bucket in plan for slot in bucket.slots for parameter in slot.parameters]
+    # the first expert of each rank, then the second: up with gate, down; two layers
+    assert [expert for expert in experts if expert is not None] == 2 * [*2 * [0, 2, 4, 6, 1, 3, 5, 7]]
 
 
 def test_parameters_that_do_not_fit_the_table_are_named():

@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from mindspeed_rl.checkpoint.hf import HFWeights
 from mindspeed_rl.common.errors import CheckpointError
 from mindspeed_rl.config.model import ModelConfig
 from mindspeed_rl.resharding.layout import WeightLayout
@@ -44,6 +45,53 @@ def test_table_covers_exactly_the_weights_of_the_hugging_face_model(model_type, 
         found.update(zip(parameter.hf_names, parameter.hf_shapes, strict=True))
     assert found == expected
     assert config.num_parameters == sum(value.numel() for value in model.parameters())
+
+
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20, "norm_topk_prob": True}
+
+
+@pytest.mark.parametrize("further", [{}, {"mlp_only_layers": [1]}], ids=["all layers", "one dense layer"])
+def test_table_covers_exactly_the_stored_weights_of_experts(further, tmp_path):
+    """The model in memory has fused experts; what is stored, and what vLLM reads, are experts one by one."""
+    model = hf_model("qwen3_moe", **EXPERTS, **further)
+    model.save_pretrained(tmp_path)
+    reader = HFWeights(tmp_path)
+    config = ModelConfig.from_hf(reader.config())
+    found = {}
+    for parameter in parameter_table(config):
+        found.update(zip(parameter.hf_names, parameter.hf_shapes, strict=True))
+    assert found == {name: tuple(reader.slice(name).get_shape()) for name in reader.names}
+    fused = model.model.layers[2].mlp.experts
+    gate_up = make_table(config)["decoder.layers.2.mlp.experts.local_experts.5.linear_fc1.weight"]
+    assert (gate_up.layer, gate_up.expert) == (2, 5)
+    assert torch.equal(gate_up.load_shard(reader, 0, 1), fused.gate_up_proj[5])
+    down = make_table(config)["decoder.layers.2.mlp.experts.local_experts.5.linear_fc2.weight"]
+    assert torch.equal(down.load_shard(reader, 1, 2), fused.down_proj[5][:, 10:])
+
+
+def make_table(config):
+    return {parameter.name: parameter for parameter in parameter_table(config)}
+
+
+def test_ranks_share_experts_and_count_them_from_zero():
+    config = shape_of(hf_model("qwen3_moe", **EXPERTS, mlp_only_layers=[0]))
+    layout = WeightLayout.even(config, pp=2, dp=6, ep=3)
+    assert [layout.expert_rank(replica) for replica in range(6)] == [0, 1, 2, 0, 1, 2]
+    assert [layout.experts(config, ep_rank) for ep_rank in range(3)] == [range(0, 2), range(2, 4), range(4, 6)]
+    owned = [layout.owned(config, 1, ep_rank) for ep_rank in range(3)]
+    fc1 = "decoder.layers.{}.mlp.experts.local_experts.{}.linear_fc1.weight"
+    for ep_rank, of_rank in enumerate(owned):
+        of_layer = [name for name in of_rank if name.startswith("decoder.layers.2.") and "experts" in name]
+        assert {of_rank[name].expert for name in of_layer} == set(layout.experts(config, ep_rank))
+    # a rank counts its experts, and the layers of its part of the model, from zero
+    assert global_name(fc1.format(0, 1), 2, 4) == fc1.format(2, 5)
+    assert owned[2][fc1.format(2, 5)].hf_names[0] == "model.layers.2.mlp.experts.5.gate_proj.weight"
+    names = {name for stage in range(2) for rank in range(3) for name in layout.owned(config, stage, rank)}
+    assert names == {parameter.name for parameter in parameter_table(config)}
+    assert "decoder.layers.0.mlp.linear_fc1.weight" in layout.owned(config, 0)
+    for dp, ep in ((4, 4), (4, 3)):
+        with pytest.raises(CheckpointError, match=f"6 experts cannot be divided evenly over {ep} of {dp} replicas"):
+            WeightLayout.even(config, dp=dp, ep=ep)
 
 
 def test_query_groups_are_interleaved_and_cut_by_rank():

@@ -41,6 +41,7 @@ def initialize_parallel_state(cfg: MegatronConfig) -> None:
         tensor_model_parallel_size=cfg.tensor_model_parallel_size,
         pipeline_model_parallel_size=cfg.pipeline_model_parallel_size,
         context_parallel_size=cfg.context_parallel_size,
+        expert_model_parallel_size=cfg.expert_model_parallel_size,
         # with interleaving there is more than one chunk; how many, each model knows
         virtual_pipeline_model_parallel_size=2 if cfg.num_layers_per_virtual_pipeline_stage else None,
         distributed_timeout_minutes=max(1, round(cfg.distributed_timeout_minutes)),
@@ -76,8 +77,12 @@ class MegatronEngine:
         first_of_stage = mpu.get_tensor_model_parallel_rank() == mpu.get_context_parallel_rank() == 0
         self.is_output_rank = last_stage and first_of_stage
 
-        replicas = self.data_parallel_size * cfg.context_parallel_size
-        self.layout = WeightLayout(cfg.tensor_model_parallel_size, pipeline_chunks(model.num_layers, cfg), replicas)
+        self.layout = WeightLayout(
+            cfg.tensor_model_parallel_size,
+            pipeline_chunks(model.num_layers, cfg),
+            self.data_parallel_size * cfg.context_parallel_size,
+            cfg.expert_model_parallel_size,
+        )
         chunks = build_model(cfg, model, device, self.layout)
         self._load(chunks, weights)
         self.actor = data_parallel(cfg, chunks)
@@ -100,9 +105,10 @@ class MegatronEngine:
         if isinstance(weights, HFWeights):
             check_hf_names(self.model_config, weights.names)
         tp_rank, tp_size = mpu.get_tensor_model_parallel_rank(), mpu.get_tensor_model_parallel_world_size()
-        held = self.layout.held(self.model_config, mpu.get_pipeline_model_parallel_rank())
+        pp_rank, ep_rank = mpu.get_pipeline_model_parallel_rank(), mpu.get_expert_model_parallel_rank()
+        held = self.layout.held(self.model_config, pp_rank, ep_rank)
         with torch.no_grad():
-            for name, tensor in named_parameters(chunks, self.layout):
+            for name, tensor in named_parameters(chunks, self.model_config, self.layout):
                 if isinstance(weights, HFWeights):
                     tensor.copy_(held[name].load_shard(weights, tp_rank, tp_size))
                 else:
@@ -110,8 +116,8 @@ class MegatronEngine:
 
     def export_weights(self, bucket_bytes: int) -> Iterator[tuple[str, torch.Tensor]]:
         """All of the actor's weights under their Hugging Face names (a collective)."""
-        pp_rank = mpu.get_pipeline_model_parallel_rank()
-        owned = self.layout.owned(self.model_config, pp_rank)
+        pp_rank, ep_rank = mpu.get_pipeline_model_parallel_rank(), mpu.get_expert_model_parallel_rank()
+        owned = self.layout.owned(self.model_config, pp_rank, ep_rank)
         parameters = {n: p.detach() for n, p in self._actor_parameters() if n in owned}
         topology = Topology(
             self.layout,
@@ -119,6 +125,8 @@ class MegatronEngine:
             pp_rank=pp_rank,
             tp_group=_none_if_alone(mpu.get_tensor_model_parallel_group()),
             pp_group=_none_if_alone(mpu.get_pipeline_model_parallel_group()),
+            ep_rank=ep_rank,
+            expert_group=_none_if_alone(mpu.get_expert_tensor_and_model_parallel_group()),
         )
         if self._export_plan is None:
             self._export_plan = plan_export(parameters, self.model_config, topology, bucket_bytes)
@@ -129,7 +137,7 @@ class MegatronEngine:
         if self.cfg.overlap_param_gather:
             for chunk in self.actor:
                 chunk.start_param_sync(force_sync=True)
-        return named_parameters([chunk.module for chunk in self.actor], self.layout)
+        return named_parameters([chunk.module for chunk in self.actor], self.model_config, self.layout)
 
     # ---- passes --------------------------------------------------------------------------------------------------
 

@@ -18,11 +18,13 @@ from mindspeed_rl.config.layout import Chunks
 from mindspeed_rl.config.model import ModelConfig
 from mindspeed_rl.config.schema import MegatronConfig
 from mindspeed_rl.device.base import Device
+from mindspeed_rl.engine.megatron.experts import GroupedExperts
 from mindspeed_rl.engine.megatron.modules import (
     PackedAttention,
     RMSNorm,
     RotaryTransformerConfig,
     use_packed_rotary_embedding,
+    use_router_without_transformer_engine,
 )
 from mindspeed_rl.engine.megatron.rotary import attention_scaling, inverse_frequencies
 from mindspeed_rl.resharding.layout import WeightLayout
@@ -68,6 +70,7 @@ def transformer_config(cfg: MegatronConfig, model: ModelConfig, device: Device, 
         # micro-batches are packed: their token counts differ, so stages tell each other the shapes
         variable_seq_lengths=pp > 1,
         moe_token_dispatcher_type="alltoall",  # the one that allows variable lengths; checked for dense models, too
+        **_expert_settings(cfg, model),
         recompute_granularity=cfg.recompute_granularity,
         recompute_method=cfg.recompute_method,
         recompute_num_layers=cfg.recompute_num_layers,
@@ -82,11 +85,51 @@ def transformer_config(cfg: MegatronConfig, model: ModelConfig, device: Device, 
     )
 
 
+def _expert_settings(cfg: MegatronConfig, model: ModelConfig) -> dict[str, Any]:
+    """Settings of a mixture of experts; every token reaches all its experts, and nothing is added to the loss.
+
+    Which layers have experts, each chunk's layer specs say: Megatron's own pattern knows no uneven stages.
+    """
+    if model.num_moe_experts is None:
+        return {}
+    return {
+        "num_moe_experts": model.num_moe_experts,
+        "expert_model_parallel_size": cfg.expert_model_parallel_size,
+        "moe_ffn_hidden_size": model.moe_ffn_hidden_size,
+        "moe_router_topk": model.moe_router_topk,
+        "moe_router_pre_softmax": model.moe_router_pre_softmax,
+        "moe_router_dtype": "fp32",
+        "moe_router_load_balancing_type": "none",
+    }
+
+
+def _layer_spec(model: ModelConfig, device: Device, has_experts: bool) -> ModuleSpec:
+    layer = get_gpt_layer_local_spec(
+        num_experts=model.num_moe_experts if has_experts else None,
+        moe_grouped_gemm=False,
+        normalization="RMSNorm",
+        qk_layernorm=model.qk_layernorm,
+    )
+    norm = ModuleSpec(module=RMSNorm, params={"device": device})
+    attention = layer.submodules.self_attention.submodules
+    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = norm
+    attention.core_attention = ModuleSpec(module=PackedAttention, params={"device": device})
+    if model.qk_layernorm:
+        attention.q_layernorm = attention.k_layernorm = norm
+    if has_experts and device.groups_matmuls:
+        layer.submodules.mlp.submodules.experts.module = GroupedExperts
+    return layer
+
+
 def build_model(cfg: MegatronConfig, model: ModelConfig, device: Device, layout: WeightLayout) -> list[GPTModel]:
     """This rank's chunks of the model; their weights are not initialised."""
     config = transformer_config(cfg, model, device, layout.stages)
+    use_packed_rotary_embedding()
+    use_router_without_transformer_engine()
     chunks = layout.stages[mpu.get_pipeline_model_parallel_rank()]
-    return [_build_chunk(config, cfg, model, device, layout, number) for number in range(len(chunks))]
+    built = [_build_chunk(config, cfg, model, device, layout, number) for number in range(len(chunks))]
+    _mark_shards(built, model, layout)
+    return built
 
 
 def _build_chunk(
@@ -98,16 +141,9 @@ def _build_chunk(
     number: int,
 ) -> GPTModel:
     pp_rank = mpu.get_pipeline_model_parallel_rank()
-    layers = layout.stages[pp_rank][number]
-    use_packed_rotary_embedding()
-    layer = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=model.qk_layernorm)
+    layers = [_layer_spec(model, device, model.is_moe_layer(layer)) for layer in layout.stages[pp_rank][number]]
     norm = ModuleSpec(module=RMSNorm, params={"device": device})
-    attention = layer.submodules.self_attention.submodules
-    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = norm
-    attention.core_attention = ModuleSpec(module=PackedAttention, params={"device": device})
-    if model.qk_layernorm:
-        attention.q_layernorm = attention.k_layernorm = norm
-    block = TransformerBlockSubmodules(layer_specs=[layer] * len(layers), layer_norm=norm)
+    block = TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm)
     built = GPTModel(
         config,
         block,
@@ -122,24 +158,30 @@ def _build_chunk(
         vp_stage=number if len(layout.stages[pp_rank]) > 1 else None,
     )
     built.rotary_pos_emb.inv_freq = inverse_frequencies(model, device.current())
-    # Megatron marks shards while initialising weights, which we skip; its gradient norm counts unmarked ones once
-    held = layout.held(model, pp_rank)
-    for name, tensor in built.named_parameters():
-        parameter = held[global_name(name, layers.start)]
-        tensor.tensor_model_parallel = parameter.tp_dim is not None
-        if parameter.tp_dim is not None:
-            tensor.partition_dim, tensor.partition_stride = parameter.tp_dim, 1
     return built.to(device.current())
 
 
+def _mark_shards(chunks: Sequence[GPTModel], model: ModelConfig, layout: WeightLayout) -> None:
+    """Megatron does it while initialising weights, which we skip; its gradient norm counts unmarked ones once."""
+    pp_rank, ep_rank = mpu.get_pipeline_model_parallel_rank(), mpu.get_expert_model_parallel_rank()
+    held = layout.held(model, pp_rank, ep_rank)
+    tensor: Any  # a parameter that gets attributes
+    for name, tensor in named_parameters(chunks, model, layout):
+        tp_dim = held[name].tp_dim
+        tensor.tensor_model_parallel = tp_dim is not None
+        if tp_dim is not None:
+            tensor.partition_dim, tensor.partition_stride = tp_dim, 1
+
+
 def named_parameters(
-    chunks: Sequence[torch.nn.Module], layout: WeightLayout
+    chunks: Sequence[torch.nn.Module], model: ModelConfig, layout: WeightLayout
 ) -> Iterator[tuple[str, torch.nn.Parameter]]:
     """Parameters of this rank's chunks by their names in the whole model."""
     stage = layout.stages[mpu.get_pipeline_model_parallel_rank()]
+    first_expert = layout.experts(model, mpu.get_expert_model_parallel_rank()).start
     for module, layers in zip(chunks, stage, strict=True):
         for name, parameter in module.named_parameters():
-            yield global_name(name, layers.start), parameter
+            yield global_name(name, layers.start, first_expert), parameter
 
 
 def data_parallel(cfg: MegatronConfig, chunks: Sequence[GPTModel]) -> list[DistributedDataParallel]:

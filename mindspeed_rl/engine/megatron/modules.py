@@ -10,6 +10,7 @@ from megatron.core import parallel_state as mpu
 from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer import attention as megatron_attention
+from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from mindspeed_rl.device.base import Device
@@ -92,3 +93,9 @@ def _rotate_packed(
 def use_packed_rotary_embedding() -> None:
     """Megatron's own routine for packed input splits, rotates and joins sequence by sequence."""
     megatron_attention.apply_rotary_pos_emb = _rotate_packed
+
+
+def use_router_without_transformer_engine() -> None:
+    """Megatron's router looks for a kernel under a name that exists only where Transformer Engine is installed."""
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None

@@ -1,4 +1,4 @@
-"""vLLM on the CPU: shared memory of its own for each run, and tied output layers after a weight update."""
+"""vLLM on the CPU: shared memory of its own for each run; experts and tied output layers after a weight update."""
 
 from __future__ import annotations
 
@@ -52,8 +52,12 @@ def _broadcast_queues() -> list[Path]:
 
 def reload_weights(worker: Any, weights: Any) -> None:
     """Load weights into layers that were re-packed after the last loading, which only vLLM's reload knows to undo."""
-    worker.reload_weights(weights_iterator=iter(weights))
     model = worker.model_runner.model
+    for module in model.modules():
+        method: Any = getattr(module, "quant_method", None)
+        if getattr(method, "moe_kernel", None) is not None:
+            method.moe_kernel = None  # experts are packed only for a kernel that is not there yet
+    worker.reload_weights(weights_iterator=iter(weights))
     if model.config.tie_word_embeddings:
         # a tied output layer is not among the weights, and keeps a packed copy of the embedding: pack it anew
         model.lm_head.quant_method.process_weights_after_loading(model.lm_head)

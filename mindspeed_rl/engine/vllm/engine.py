@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 
+from mindspeed_rl.common.errors import ConfigError, Violation
 from mindspeed_rl.config.schema import GenerateConfig
 from mindspeed_rl.device.base import Device
 from mindspeed_rl.engine.base import Generation, GenerationRequest
-from mindspeed_rl.engine.vllm.cpu import private_shared_memory, reload_weights
+from mindspeed_rl.engine.vllm import cpu, npu
 
 
 class VllmEngine:
@@ -24,9 +25,15 @@ class VllmEngine:
         device: this process's device.
         seed: of the engine's own generator; the same on the ranks of one tensor-parallel group.
         stop_tokens: ids that end a response.
+
+    Raises:
+        ConfigError: whole experts on each device are asked for, and the device is a CPU.
     """
 
     def __init__(self, cfg: GenerateConfig, model_folder: str, device: Device, seed: int, stop_tokens: Sequence[int]):
+        if cfg.enable_expert_parallel and device.name == "cpu":  # known only now with `device: auto`
+            message = "vLLM's CPU kernels take no map of a rank's experts"
+            raise ConfigError([Violation("generate_config.enable_expert_parallel", True, message, "set it to false")])
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine must share this process with Megatron
         os.environ.update(device.vllm_environment(cfg.cpu_kv_cache_gib))
         from vllm import LLM
@@ -35,7 +42,7 @@ class VllmEngine:
         self.stop_tokens = [] if cfg.sampling_config.ignore_eos else list(stop_tokens)
         self.can_sleep = device.rollout_can_sleep
         self._running: dict[int, Any] = {}  # row -> what vLLM said of it last, if anything
-        with private_shared_memory() if device.name == "cpu" else nullcontext():
+        with cpu.private_shared_memory() if device.name == "cpu" else nullcontext():
             self.llm = LLM(**self._arguments(model_folder, seed))
 
     def _arguments(self, model_folder: str, seed: int) -> dict[str, Any]:
@@ -48,6 +55,7 @@ class VllmEngine:
             "trust_remote_code": cfg.trust_remote_code,
             "dtype": cfg.dtype,
             "tensor_parallel_size": cfg.infer_tensor_parallel_size,
+            "enable_expert_parallel": cfg.enable_expert_parallel,
             "distributed_executor_backend": "external_launcher",
             "max_model_len": cfg.max_model_len,
             "max_num_seqs": cfg.max_num_seqs,
@@ -120,7 +128,7 @@ class VllmEngine:
 
     def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Take new weights, given under their Hugging Face names, and forget all cached prefixes."""
-        load = reload_weights if self.device.name == "cpu" else _load_weights
+        load = {"cpu": cpu.reload_weights, "npu": npu.load_weights}.get(self.device.name, _load_weights)
         self.llm.collective_rpc(load, args=(weights,))
         self.llm.reset_prefix_cache()
 
@@ -136,4 +144,9 @@ class VllmEngine:
 
 
 def _load_weights(worker: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-    worker.model_runner.model.load_weights(weights)
+    model = worker.model_runner.model
+    if any(hasattr(layer, "w13_weight") for layer in model.modules()):
+        # kernels may need experts in another order than loaders, which only vLLM's slower reload knows
+        worker.reload_weights(weights_iterator=iter(weights))
+    else:
+        model.load_weights(weights)

@@ -1,0 +1,47 @@
+"""vLLM-Ascend: new weights for experts, which it keeps transposed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+
+@contextmanager
+def experts_as_loaded(model: torch.nn.Module) -> Iterator[None]:
+    """Inside, weights of experts can be loaded in place; before and after, the kernels find what they need.
+
+    After loading, vLLM-Ascend (0.11 and later) turns a layer's experts from [experts, rows, columns] into [experts,
+    columns, rows], in new parameters that know no loader. Some of its versions turn them back when woken up. Here
+    loaders get transposed views of the same memory.
+    """
+    layers: list[Any] = [layer for layer in model.modules() if hasattr(layer, "w13_weight")]
+    for_kernels = [
+        (layer, name, _for_kernels(layer, name)) for layer in layers for name in ("w13_weight", "w2_weight")
+    ]
+    for layer, name, weight in for_kernels:
+        view = torch.nn.Parameter(weight.data.transpose(1, 2), requires_grad=False)
+        view.weight_loader = layer.weight_loader  # type: ignore[attr-defined]
+        setattr(layer, name, view)
+    try:
+        yield
+    finally:
+        for layer, name, weight in for_kernels:
+            setattr(layer, name, weight)
+
+
+def _for_kernels(layer: Any, name: str) -> torch.nn.Parameter:
+    """w13 as [experts, hidden, 2 x width], w2 as [experts, width, hidden]."""
+    # one of the two matrices may be square: both tell
+    is_turned_back = layer.w13_weight.shape[2] == layer.hidden_size == layer.w2_weight.shape[1]
+    weight = getattr(layer, name)
+    return torch.nn.Parameter(weight.data.transpose(1, 2), requires_grad=False) if is_turned_back else weight
+
+
+def load_weights(worker: Any, weights: Any) -> None:
+    """Load weights into a model that has been loaded before."""
+    model = worker.model_runner.model
+    with experts_as_loaded(model):
+        model.load_weights(weights)
