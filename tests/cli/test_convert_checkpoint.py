@@ -111,7 +111,7 @@ def test_last_stage_of_a_tied_model_gets_its_copy_of_the_embedding(tmp_path):
     assert reader.trainer["weights_only"] is True
     first, last = (reader.load_rank(rank)["model"] for rank in range(2))
     assert torch.equal(last["output_layer.weight"], first["embedding.word_embeddings.weight"])
-    assert "decoder.layers.0.mlp.linear_fc1.weight" in last
+    assert "decoder.layers.1.mlp.linear_fc1.weight" in last
     assert "embedding.word_embeddings.weight" not in last
 
 
