@@ -16,6 +16,7 @@ from test_training_layouts import (
     SEQUENCES,
     TEMPERATURE,
     TP,
+    VPP,
     WEIGHT_TOLERANCE,
     Layout,
     Micro,
@@ -45,6 +46,7 @@ LAYOUTS = [
     layout(2, 3, **{TP: 2}, sequence_parallel=True),
     layout(4, 3, **{EP: 2, TP: 2}, sequence_parallel=True),
     layout(4, 3, **{EP: 2, PP: 2}),
+    layout(2, 3, context_parallel_size=2),
 ]
 
 
@@ -114,8 +116,7 @@ def test_gradient_equals_autograd_of_the_textbook_loss(folder: str, one_rank: li
         torch.testing.assert_close(one_rank[0]["gradients"][parameter.name], gradient * scale, atol=1e-6, rtol=1e-4)
 
 
-@pytest.mark.parametrize("case", LAYOUTS, ids=str)
-def test_layouts_agree_with_one_rank(case: Layout, folder: str, one_rank: list[dict[str, Any]]) -> None:
+def assert_agrees(case: Layout, folder: str, one_rank: list[dict[str, Any]]) -> None:
     results = run_ranks(case.world, train, folder, {**CLIP, **case.settings}, case.micro, 2)
     stored = HFWeights(folder)
     for result in results:
@@ -130,6 +131,18 @@ def test_layouts_agree_with_one_rank(case: Layout, folder: str, one_rank: list[d
     for result in results:
         for name, expected_weight in one_rank[0]["weights"].items():
             torch.testing.assert_close(result["weights"][name], expected_weight, atol=WEIGHT_TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("case", LAYOUTS, ids=str)
+def test_layouts_agree_with_one_rank(case: Layout, folder: str, one_rank: list[dict[str, Any]]) -> None:
+    assert_agrees(case, folder, one_rank)
+
+
+def test_chunks_have_experts_where_their_layers_do(tmp_path: Path) -> None:
+    """Layers 0 and 2 are the chunks of the first stage, 1 and 3 of the second."""
+    folder = str(make_tiny_model(tmp_path / "model", "qwen3_moe", hidden=64, layers=4, mlp_only_layers=[2]))
+    one_rank = run_ranks(1, train, folder, CLIP, Micro(SEQUENCES), 2)
+    assert_agrees(layout(4, **{EP: 2, PP: 2, VPP: 1}), folder, one_rank)
 
 
 def test_every_expert_is_trained(folder: str, one_rank: list[dict[str, Any]]) -> None:
