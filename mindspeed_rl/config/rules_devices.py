@@ -6,13 +6,12 @@ from mindspeed_rl.common.errors import Violation
 from mindspeed_rl.config.files import actor_path
 from mindspeed_rl.config.layout import model_parallel, pipeline_chunks
 from mindspeed_rl.config.model import ModelConfig
-from mindspeed_rl.config.rule import CP, PP, TP, WORLD, Found, divides, near_multiples, rule
+from mindspeed_rl.config.rule import CP, INFER_TP, PP, TP, WORLD, Found, divides, near_multiples, rule
 from mindspeed_rl.config.schema import Config
 
 LAYER_LIST, NOOP = "actor.num_layer_list", "actor.noop_layers"
 VPP = "actor.num_layers_per_virtual_pipeline_stage"
 INTEGRATED, ROLLOUT_RESOURCE = "rl_config.use_integrated_worker", "rl_config.rollout_resource"
-INFER_TP = "generate_config.infer_tensor_parallel_size"
 OFFLOADS = ("offload_train_optimizer", "offload_train_grad", "offload_train_param", "offload_reference")
 
 

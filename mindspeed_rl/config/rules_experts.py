@@ -8,10 +8,9 @@ from mindspeed_rl.common.errors import Violation
 from mindspeed_rl.config.files import actor_path
 from mindspeed_rl.config.layout import model_parallel
 from mindspeed_rl.config.model import ModelConfig
-from mindspeed_rl.config.rule import CP, EP, PP, TP, WORLD, Found, divides, rule
+from mindspeed_rl.config.rule import CP, EP, INFER_TP, PP, TP, WORLD, Found, divides, rule
 from mindspeed_rl.config.schema import Config
 
-INFER_TP = "generate_config.infer_tensor_parallel_size"
 INFER_EP, ENABLE = "generate_config.infer_expert_parallel_size", "generate_config.enable_expert_parallel"
 
 

@@ -80,7 +80,7 @@ class Scratch:
         if nbytes > self._limit:
             return np.empty(nbytes, np.uint8)
         if column not in self._buffers or nbytes > len(self._buffers[column]):
-            self._buffers[column] = np.empty(1 << nbytes.bit_length(), np.uint8)
+            self._buffers[column] = np.empty(1 << (nbytes - 1).bit_length(), np.uint8)
         return self._buffers[column][:nbytes]
 
 

@@ -15,7 +15,7 @@ import torch
 from mindspeed_rl.common.errors import DockError
 from mindspeed_rl.transfer_dock.jagged import Jagged
 from mindspeed_rl.transfer_dock.payload import Payload, Values
-from mindspeed_rl.transfer_dock.spec import ABSENT, Claim, ColumnSpec, DockSpec, payloads_in
+from mindspeed_rl.transfer_dock.spec import ABSENT, Claim, ColumnSpec, DockSpec
 
 
 def as_tensor(array: np.ndarray) -> torch.Tensor:
@@ -105,9 +105,10 @@ class PayloadReader:
                 )
         self.forget(lambda iteration: iteration < claim.oldest_iteration)
         wanted = {name: claim.locations[name] for name in columns}
-        opened = self._opened(claim, sorted(payloads_in(wanted)))
         distinct = {id(locations): locations for locations in wanted.values()}
         runs = {key: _runs(locations) for key, locations in distinct.items()}
+        ids = {payload for of_column in runs.values() for payload, _ in of_column} - {ABSENT}
+        opened = self._opened(claim, sorted(ids))
         return {name: self._read(name, opened, runs[id(locations)]) for name, locations in wanted.items()}
 
     def forget(self, gone: Callable[[int], bool]) -> None:

@@ -207,12 +207,6 @@ class Claim:
         return tuple(self.locations)
 
 
-def payloads_in(locations: Mapping[str, np.ndarray]) -> set[int]:
-    """Payloads in which a claim's values are."""
-    distinct = {id(array): array for array in locations.values()}.values()
-    return {key for array in distinct for key in np.unique(array >> 32).tolist()} - {ABSENT}
-
-
 @dataclass(frozen=True)
 class DockSnapshot:
     """State and payloads of a dock: picklable, and independent of the dock that it was taken from."""

@@ -19,7 +19,7 @@ from mindspeed_rl.common.errors import DockError
 from mindspeed_rl.transfer_dock.iteration import Begin, Iteration, Lease
 from mindspeed_rl.transfer_dock.progress import Progress
 from mindspeed_rl.transfer_dock.queues import NO_UNITS
-from mindspeed_rl.transfer_dock.spec import NOT_YET, Claim, DockSpec, NotYet, Selection, payloads_in
+from mindspeed_rl.transfer_dock.spec import ABSENT, NOT_YET, Claim, DockSpec, NotYet, Selection
 
 _SHOWN = 4  # rows named in a message before "and N more"
 
@@ -211,7 +211,7 @@ class DockTable:
             lease=lease,
             rows=tuple(rows.tolist()),
             locations=locations,
-            payloads={key: self._payloads[key].address for key in payloads_in(locations)},
+            payloads={key: self._payloads[key].address for key in _payloads_in(locations)},
             oldest_iteration=self.oldest,
             last=tuple(last),
         )
@@ -447,3 +447,9 @@ class DockTable:
         if (lease.iteration, lease.consumer, lease.share) != (iteration, consumer, share):
             return []
         return self._iterations[iteration].progress[consumer].rows_of(lease.units).tolist()
+
+
+def _payloads_in(locations: Mapping[str, np.ndarray]) -> set[int]:
+    """Payloads in which a claim's values are."""
+    distinct = {id(array): array for array in locations.values()}.values()
+    return {key for array in distinct for key in np.unique(array >> 32).tolist()} - {ABSENT}

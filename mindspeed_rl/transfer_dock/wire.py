@@ -37,6 +37,11 @@ def _proof(key: bytes, nonce: bytes) -> bytes:
     return hmac.digest(key, nonce, "sha256")
 
 
+def _frame(message: Any) -> bytes:
+    data = pickle.dumps(message, protocol=5)
+    return _LENGTH.pack(len(data)) + data
+
+
 class _Frames:
     """Cuts a stream of bytes into messages."""
 
@@ -86,8 +91,7 @@ class Connection:
 
     def send(self, message: Any, look: Callable[[], None]) -> None:
         """Send a message. What an interrupted call has not sent goes before the next one."""
-        data = pickle.dumps(message, protocol=5)
-        self._unsent = memoryview(bytes(self._unsent) + _LENGTH.pack(len(data)) + data)
+        self._unsent = memoryview(bytes(self._unsent) + _frame(message))
         while self._unsent:
             try:
                 self._unsent = self._unsent[self._socket.send(self._unsent) :]
@@ -181,8 +185,7 @@ class ServerConnection(asyncio.Protocol):
 
     def send(self, message: Any) -> None:
         """Send a message; does not wait for it to be read."""
-        data = pickle.dumps(message, protocol=5)
-        self._transport.write(_LENGTH.pack(len(data)) + data)
+        self._transport.write(_frame(message))
 
 
 def listen() -> socket.socket:

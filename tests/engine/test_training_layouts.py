@@ -192,8 +192,9 @@ def one_rank(folder: str) -> list[dict[str, Any]]:
     return run_ranks(1, train, folder, {}, Micro(SEQUENCES), 2)
 
 
-def test_gradient_equals_autograd_of_the_textbook_loss(folder: str, one_rank: list[dict[str, Any]]) -> None:
-    batch, model = make_batch(), AutoModelForCausalLM.from_pretrained(folder)
+def textbook_loss(model: torch.nn.Module) -> torch.Tensor:
+    """The loss that `train` minimises, of a Hugging Face model on the same batch."""
+    batch = make_batch()
     all_log_probs = hf_log_probs(model, batch, TEMPERATURE)
     log_probs = of_responses(all_log_probs, batch)
     columns = {name: torch.cat(values) for name, values in batch.columns.items()}
@@ -202,7 +203,33 @@ def test_gradient_equals_autograd_of_the_textbook_loss(folder: str, one_rank: li
     k3 = difference.exp() - difference - 1
     ratio = (log_probs - log_probs.detach()).exp()
     per_token = -columns["advantages"] * ratio + 0.1 * k3 - 0.01 * entropy
-    loss = (per_token * columns["loss_mask"]).sum() / columns["loss_mask"].sum()
+    return (per_token * columns["loss_mask"]).sum() / columns["loss_mask"].sum()
+
+
+def assert_trained_the_same(
+    results: list[dict[str, Any]], one_rank: list[dict[str, Any]], weight_tolerance: float
+) -> None:
+    """Log-probs, metrics of two steps and weights after them."""
+    for key in ("log_probs", "reference"):
+        torch.testing.assert_close(gather(results, key), gather(one_rank, key), atol=LOG_PROB_TOLERANCE, rtol=0)
+    for step in range(2):
+        found, expected = merged(results, step), merged(one_rank, step)
+        for name in ("actor/loss", "actor/pg_loss", "actor/kl", "actor/entropy", "actor/grad_norm"):
+            assert found[name] == pytest.approx(expected[name], abs=LOSS_TOLERANCE, rel=1e-6), (step, name)
+    for rank, result in enumerate(results):
+        for name, weight in one_rank[0]["weights"].items():
+            torch.testing.assert_close(
+                result["weights"][name],
+                weight,
+                atol=weight_tolerance,
+                rtol=0,
+                msg=lambda m: f"rank {rank}: {m}",  # noqa: B023
+            )
+
+
+def test_gradient_equals_autograd_of_the_textbook_loss(folder: str, one_rank: list[dict[str, Any]]) -> None:
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    loss = textbook_loss(model)
     loss.backward()
     assert merged(one_rank, 0)["actor/loss"] == pytest.approx(loss.item(), abs=LOSS_TOLERANCE)
 
@@ -247,18 +274,4 @@ def test_ranks_of_the_capped_case_would_make_different_numbers_of_micro_batches(
 @pytest.mark.parametrize("case", LAYOUTS, ids=str)
 def test_layouts_agree_with_one_rank(case: Layout, folder: str, one_rank: list[dict[str, Any]]) -> None:
     results = run_ranks(case.world, train, folder, case.settings, case.micro, 2)
-    for key in ("log_probs", "reference"):
-        torch.testing.assert_close(gather(results, key), gather(one_rank, key), atol=LOG_PROB_TOLERANCE, rtol=0)
-    for step in range(2):
-        found, expected = merged(results, step), merged(one_rank, step)
-        for name in ("actor/loss", "actor/pg_loss", "actor/kl", "actor/entropy", "actor/grad_norm"):
-            assert found[name] == pytest.approx(expected[name], abs=LOSS_TOLERANCE, rel=1e-6), (step, name)
-    for rank, result in enumerate(results):
-        for name, expected in one_rank[0]["weights"].items():
-            torch.testing.assert_close(
-                result["weights"][name],
-                expected,
-                atol=WEIGHT_TOLERANCE,
-                rtol=0,
-                msg=lambda m: f"rank {rank}: {m}",  # noqa: B023
-            )
+    assert_trained_the_same(results, one_rank, WEIGHT_TOLERANCE)

@@ -330,12 +330,10 @@ def test_rows_granted_to_a_claim_that_was_given_up_are_released():
     assert claim.rows == (0,)
 
 
-def test_rows_granted_to_a_connection_that_is_gone_are_released():
-    dock = make_dock(renew_leases=False)  # no other thread connects
-    dock.begin(0, 1, 1, 1)
-    waiting = threading.Thread(target=lambda: suppressed(lambda: dock.claim("train", 0, 1, timeout=5)), daemon=True)
-    connections = []
-    connect = Connection.__init__
+@contextlib.contextmanager
+def connections_made():
+    """The connections that are made inside, by any thread."""
+    connections, connect = [], Connection.__init__
 
     def remember(connection, *arguments):
         connections.append(connection)
@@ -343,6 +341,14 @@ def test_rows_granted_to_a_connection_that_is_gone_are_released():
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Connection, "__init__", remember)
+        yield connections
+
+
+def test_rows_granted_to_a_connection_that_is_gone_are_released():
+    dock = make_dock(renew_leases=False)  # no other thread connects
+    dock.begin(0, 1, 1, 1)
+    waiting = threading.Thread(target=lambda: suppressed(lambda: dock.claim("train", 0, 1, timeout=5)), daemon=True)
+    with connections_made() as connections:
         waiting.start()
         while not connections or not dock.stats():
             time.sleep(0.05)
@@ -448,15 +454,7 @@ def test_signs_of_life_go_on_after_a_broken_connection():
     dock = make_dock(lease_seconds=3)
     dock.begin(0, 1, 1, 1)
     dock.put(0, [0], {"tokens": [torch.arange(3)]})
-    connections = []
-    connect = Connection.__init__
-
-    def remember(connection, *arguments):
-        connections.append(connection)
-        connect(connection, *arguments)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Connection, "__init__", remember)
+    with connections_made() as connections:
         claim = dock.claim("train", 0, 1)
         time.sleep(0.5)  # for the thread that gives them to connect
     for connection in connections:
