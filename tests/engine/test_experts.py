@@ -17,7 +17,6 @@ from test_training_layouts import (
     TEMPERATURE,
     TP,
     VPP,
-    WEIGHT_TOLERANCE,
     Layout,
     Micro,
     assert_trained_the_same,
@@ -40,6 +39,7 @@ from mindspeed_rl.resharding.names import Parameter, parameter_table
 from mindspeed_rl.types import Denominators
 
 EP = "expert_model_parallel_size"
+WEIGHT_TOLERANCE = 2e-5  # of two layers: a hundredth of two Adam steps of 1e-3
 CLIP = {"clip_grad": 0.05}  # below the norm: the step depends on it
 LAYOUTS = [
     layout(2, 3, **{EP: 2}, recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1),
