@@ -42,8 +42,6 @@ def initialize_parallel_state(cfg: MegatronConfig) -> None:
         pipeline_model_parallel_size=cfg.pipeline_model_parallel_size,
         context_parallel_size=cfg.context_parallel_size,
         expert_model_parallel_size=cfg.expert_model_parallel_size,
-        # with interleaving there is more than one chunk; how many, each model knows
-        virtual_pipeline_model_parallel_size=2 if cfg.num_layers_per_virtual_pipeline_stage else None,
         distributed_timeout_minutes=max(1, round(cfg.distributed_timeout_minutes)),
     )
     model_parallel_cuda_manual_seed(cfg.seed)
@@ -83,6 +81,8 @@ class MegatronEngine:
             self.data_parallel_size * cfg.context_parallel_size,
             cfg.expert_model_parallel_size,
         )
+        if len(self.layout.stages[0]) > 1:  # Megatron's schedules look it up; its process groups do not depend on it
+            mpu.set_virtual_pipeline_model_parallel_world_size(len(self.layout.stages[0]))
         chunks = build_model(cfg, model, device, self.layout)
         self._load(chunks, weights)
         self.actor = data_parallel(cfg, chunks)
