@@ -138,9 +138,9 @@ class DockTable:
 
     def check_put(self, iteration: int, rows: np.ndarray, columns: Iterable[str], lease: int | None = None) -> None:
         """Raise `DockError` if a put of these rows (from `as_rows`) and columns would be refused."""
-        self._iteration(iteration).check_put(iteration, rows, columns)
-        if lease is not None:
+        if lease is not None:  # first: who comes after the lease's end may find that somebody else has put the values
             self._units_held(iteration, lease, rows)
+        self._iteration(iteration).check_put(iteration, rows, columns)
 
     def must_wait(self, iteration: int) -> bool:
         """Back-pressure: a put for this iteration has to wait until memory is freed (see `DockSpec.max_bytes`)."""

@@ -200,6 +200,17 @@ def test_an_ack_after_expiry_is_refused_even_if_nobody_asked_for_the_rows(make_d
         dock.ack(claim)
 
 
+def test_results_after_expiry_are_refused_as_such_if_somebody_else_was_faster(make_dock):
+    """Whoever holds a lease that has ended learns that, not that the values are there already."""
+    dock = make_dock(lease_seconds=0.5)
+    dock.begin(0, 1, 1, 1)
+    dock.put(0, [0], {"reward": [0.0]})
+    late = dock.claim("advantage", 0, 1)
+    dock.ack(dock.claim("advantage", 0, 1, timeout=20), {"length": [1]})
+    with pytest.raises(DockError, match="not held"):
+        dock.ack(late, {"length": [2]})
+
+
 def get_until_freed(dock, claim):
     """Memory is freed in the background: until then the values may still come."""
     for _ in range(50):
