@@ -73,6 +73,7 @@ install_all() {
 }
 
 setup_env() {
+    unset PYTHONDONTWRITEBYTECODE # without compiled files every worker would compile some thousand modules at its start
     local state stamp="$VENV/.mindspeed_rl_installed"
     # the folder is part of the state: the editable install points into it
     state=$({ echo "$REPO_ROOT"; cat "${LOCKS[@]}" "$REPO_ROOT/setup.py" "${BASH_SOURCE[0]}"; } | sha256sum)

@@ -98,5 +98,8 @@ class Device(Protocol):
     def worker_environment(self, ranks: int) -> dict[str, str]:
         """Environment of a worker process, set before it starts; `ranks` workers may share its host."""
 
-    def vllm_environment(self, kv_cache_gib: int) -> dict[str, str]:
-        """Environment that vLLM needs on this device, set before vllm is imported."""
+    def vllm_environment(self, kv_cache_gib: int, eager: bool) -> dict[str, str]:
+        """Environment that vLLM needs on this device, set before vllm is imported.
+
+        eager: nothing is to be compiled.
+        """

@@ -101,9 +101,12 @@ class CpuDevice:
         # ranks of one host must not fight over its cores
         return {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // ranks))}
 
-    def vllm_environment(self, kv_cache_gib: int) -> dict[str, str]:
+    def vllm_environment(self, kv_cache_gib: int, eager: bool) -> dict[str, str]:
         # binding threads to cores would put all ranks of a machine on the same ones
-        return {"VLLM_CPU_KVCACHE_SPACE": str(kv_cache_gib), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+        environment = {"VLLM_CPU_KVCACHE_SPACE": str(kv_cache_gib), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+        if eager:  # helpers of vLLM's sampler are compiled even so, which takes seconds at the first token
+            environment["TORCHDYNAMO_DISABLE"] = "1"
+        return environment
 
 
 def _status_bytes(field: str) -> int:

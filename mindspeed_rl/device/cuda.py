@@ -101,5 +101,5 @@ class CudaDevice:
         # Megatron counts on kernels being scheduled in the order of their launch
         return {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
 
-    def vllm_environment(self, kv_cache_gib: int) -> dict[str, str]:
+    def vllm_environment(self, kv_cache_gib: int, eager: bool) -> dict[str, str]:
         return {}

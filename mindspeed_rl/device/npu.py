@@ -120,6 +120,6 @@ class NpuDevice:
         # as on CUDA; MindSpeed checks it
         return {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
 
-    def vllm_environment(self, kv_cache_gib: int) -> dict[str, str]:
+    def vllm_environment(self, kv_cache_gib: int, eager: bool) -> dict[str, str]:
         # weights in the NPU's own format could not be overwritten in place
         return {"VLLM_ASCEND_ENABLE_NZ": "0"}

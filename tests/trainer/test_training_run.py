@@ -5,6 +5,7 @@ import re
 import signal
 import subprocess
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from ray.cluster_utils import Cluster
 from transformers import AutoModelForCausalLM
 
 from cli.convert_checkpoint import mcore_to_hf
+from cli.train_grpo import main
 from mindspeed_rl.checkpoint.hf import HFWeights
 from tests.support.runs import command, run, training
 
@@ -162,20 +164,21 @@ def test_interrupting_a_run_leaves_nothing_behind(inputs: Path, tmp_path: Path) 
     assert [path for path in Path("/dev/shm").iterdir() if path not in shared_memory] == []
 
 
-def test_a_complete_run_has_nothing_left_to_do(inputs: Path, tmp_path: Path) -> None:
+def test_a_complete_run_has_nothing_left_to_do(
+    inputs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run(inputs, tmp_path, "megatron_training.train_iters=1", "actor_config.no_save_optim=true")
-    again = command(inputs, tmp_path, "megatron_training.train_iters=1", "actor_config.resume=auto")
-    done = subprocess.run([*again, "actor_config.no_load_optim=true"], capture_output=True, text=True, timeout=100)
-    assert done.returncode == 0
-    assert "nothing to do" in done.stdout
+    again = command(inputs, tmp_path, "megatron_training.train_iters=1", "actor_config.resume=auto")[2:]
+    assert main([*again, "actor_config.no_load_optim=true"]) == 0
+    assert "nothing to do" in capsys.readouterr().out
     # what was not saved, and a position in other data, are missed before anything starts
     more = [*again, "megatron_training.train_iters=2"]
-    without = subprocess.run(more, capture_output=True, text=True, timeout=100)
-    assert (without.returncode, "set no_load_optim: true" in without.stderr) == (1, True)
+    assert main(more) == 1
+    assert "set no_load_optim: true" in capsys.readouterr().err
     (tmp_path / "data.jsonl").write_text((inputs / "data.jsonl").read_text() * 2)
     other = [*more, "actor_config.no_load_optim=true", f"megatron_training.data_path={tmp_path}/data.jsonl"]
-    moved = subprocess.run(other, capture_output=True, text=True, timeout=100)
-    assert (moved.returncode, "data position cannot be resumed: size was 16" in moved.stderr) == (1, True)
+    assert main(other) == 1
+    assert "data position cannot be resumed: size was 16" in capsys.readouterr().err
 
 
 def test_failing_verifiers_are_counted_and_do_not_train(inputs: Path, tmp_path: Path) -> None:
@@ -206,10 +209,21 @@ def test_failing_verifiers_are_counted_and_do_not_train(inputs: Path, tmp_path: 
     assert step["grad_norm"] == 0
 
 
-def test_free_order_several_epochs_and_decoding_engine(inputs: Path, tmp_path: Path) -> None:
+@pytest.fixture
+def cluster() -> Iterator[Cluster]:
+    """A Ray cluster that runs already."""
+    started = Cluster(initialize_head=True, head_node_args={"num_cpus": 6})
+    yield started
+    started.shutdown()
+
+
+def test_free_order_several_epochs_and_decoding_engine_on_a_running_cluster(
+    inputs: Path, tmp_path: Path, cluster: Cluster
+) -> None:
     steps = run(
         inputs,
         tmp_path,
+        f"ray_address={cluster.address}",
         "rl_config.guarantee_order=false",
         "rl_config.epochs=2",
         "rl_config.kl_ctrl_type=adaptive",
@@ -224,17 +238,5 @@ def test_free_order_several_epochs_and_decoding_engine(inputs: Path, tmp_path: P
     assert steps[1]["actor/kl_coef"] != steps[0]["actor/kl_coef"]
     assert not any(name.startswith("rollout/logprob") for name in steps[0])
     assert steps[0]["reward_status/ok"] == 32
-
-
-def test_a_running_cluster_is_joined(inputs: Path, tmp_path: Path) -> None:
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 6})
-    try:
-        (step,) = run(inputs, tmp_path, "megatron_training.train_iters=1", f"ray_address={cluster.address}")
-        assert step["reward_status/ok"] == 32
-        assert ray_is_alive(cluster)  # a cluster that was joined outlives the run
-    finally:
-        cluster.shutdown()
-
-
-def ray_is_alive(cluster: Cluster) -> bool:
-    return all(node.remaining_processes_alive() for node in cluster.list_all_nodes())
+    # a cluster that was joined outlives the run
+    assert all(node.remaining_processes_alive() for node in cluster.list_all_nodes())

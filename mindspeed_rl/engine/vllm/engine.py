@@ -35,7 +35,7 @@ class VllmEngine:
             message = "vLLM's CPU kernels take no map of a rank's experts"
             raise ConfigError([Violation("generate_config.enable_expert_parallel", True, message, "set it to false")])
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine must share this process with Megatron
-        os.environ.update(device.vllm_environment(cfg.cpu_kv_cache_gib))
+        os.environ.update(device.vllm_environment(cfg.cpu_kv_cache_gib, cfg.enforce_eager))
         from vllm import LLM
 
         self.cfg, self.device = cfg, device
