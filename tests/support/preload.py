@@ -10,7 +10,7 @@ torch.set_num_threads(1)
 device = CpuDevice()
 device.install()  # before megatron is imported
 os.environ.update(device.vllm_environment(kv_cache_gib=1, eager=True))  # before vllm is
-import vllm.entrypoints.llm  # noqa: E402, F401
+import vllm.entrypoints.llm  # noqa: E402
 import vllm.v1.worker.cpu_worker  # noqa: E402, F401
 
 import mindspeed_rl.engine.megatron.engine  # noqa: E402, F401
