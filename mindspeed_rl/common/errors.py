@@ -47,6 +47,10 @@ class CheckpointError(MindSpeedRLError, ValueError):
     """A checkpoint that is missing, corrupt, or does not fit the model or layout."""
 
 
+class WeightMismatch(MindSpeedRLError, RuntimeError):
+    """Rollout does not compute with the weights of training; names the tensors (see `validate_weight`)."""
+
+
 class DockError(MindSpeedRLError, ValueError):
     """A misuse of the TransferDock: unknown column, wrong shape or dtype, cleared iteration, foreign lease."""
 

@@ -308,7 +308,15 @@ class GenerateConfig(Section):
     offload_train_grad: Switch = Field(False, description="release gradient buffers while generating")
     offload_train_param: Switch = Field(False, description="training weights on host memory while generating")
     offload_reference: Switch = Field(False, description="reference weights on host memory outside their stage")
-    resharding_bucket_mb: Annotated[float, Field(gt=0)] = Field(256, description="size of one resharding bucket, MiB")
+    resharding_bucket_mb: Annotated[float, Field(gt=0)] = Field(
+        256,
+        description="device memory of one resharding bucket, MiB; two are in use, and the tensors of one parameter",
+    )
+    validate_weight: Switch = Field(
+        False,
+        description="after each weight update, prove that rollout's weights are those of training bit for bit, or "
+        "stop; it takes the rollout weights' memory once more, and a multiple of the update's time",
+    )
     # vLLM
     max_num_seqs: Count = Field(256, description="sequences that one engine generates at once")
     max_model_len: Count = Field(1024, description="longest prompt + response in tokens")

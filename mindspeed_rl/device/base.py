@@ -67,14 +67,17 @@ class Device(Protocol):
     def set_rng_state(self, state: dict[str, torch.Tensor]) -> None:
         """Restore what `rng_state` returned."""
 
-    def stream(self) -> AbstractContextManager[Any]:
-        """A side stream as a context: work queued inside may overlap the current stream (cpu: none)."""
+    def side_stream(self) -> Any:
+        """A new stream, whose work may overlap that of the current one (cpu: None, as there is but one)."""
+
+    def queue_on(self, stream: Any) -> AbstractContextManager[Any]:
+        """Work queued inside goes to a side stream, behind all that the current stream has queued so far."""
 
     def wait_stream(self, stream: Any) -> None:
-        """Make the current stream wait for what was queued on `stream`."""
+        """Make the current stream wait for what was queued on a side stream. The host does not wait."""
 
-    def pin(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A host copy of `tensor` in page-locked memory where the device has such a thing."""
+    def empty_pinned(self, nbytes: int) -> torch.Tensor:
+        """[nbytes] uint8 in host memory, page-locked where the device can copy from and to it on its own then."""
 
     def varlen_attention(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cu_seqlens: torch.Tensor, max_seqlen: int

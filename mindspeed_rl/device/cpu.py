@@ -69,14 +69,17 @@ class CpuDevice:
     def set_rng_state(self, state: dict[str, torch.Tensor]) -> None:
         torch.set_rng_state(state["host"])
 
-    def stream(self) -> AbstractContextManager[Any]:
+    def side_stream(self) -> Any:
+        return None
+
+    def queue_on(self, stream: Any) -> AbstractContextManager[Any]:
         return nullcontext()
 
     def wait_stream(self, stream: Any) -> None:
         """There is one stream."""
 
-    def pin(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.clone()
+    def empty_pinned(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8)
 
     def varlen_attention(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cu_seqlens: torch.Tensor, max_seqlen: int

@@ -71,15 +71,18 @@ class CudaDevice:
         torch.set_rng_state(state["host"])
         torch.cuda.set_rng_state(state["device"])
 
-    def stream(self) -> AbstractContextManager[Any]:
-        return torch.cuda.stream(torch.cuda.Stream())
+    def side_stream(self) -> Any:
+        return torch.cuda.Stream()
+
+    def queue_on(self, stream: Any) -> AbstractContextManager[Any]:
+        stream.wait_stream(torch.cuda.current_stream())
+        return torch.cuda.stream(stream)
 
     def wait_stream(self, stream: Any) -> None:
         torch.cuda.current_stream().wait_stream(stream)
 
-    def pin(self, tensor: torch.Tensor) -> torch.Tensor:
-        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-        return host.copy_(tensor, non_blocking=True)
+    def empty_pinned(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
     def varlen_attention(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cu_seqlens: torch.Tensor, max_seqlen: int

@@ -79,15 +79,18 @@ class NpuDevice:
         torch.set_rng_state(state["host"])
         _npu().set_rng_state(state["device"])
 
-    def stream(self) -> AbstractContextManager[Any]:
-        return _npu().stream(_npu().Stream())
+    def side_stream(self) -> Any:
+        return _npu().Stream()
+
+    def queue_on(self, stream: Any) -> AbstractContextManager[Any]:
+        stream.wait_stream(_npu().current_stream())
+        return _npu().stream(stream)
 
     def wait_stream(self, stream: Any) -> None:
         _npu().current_stream().wait_stream(stream)
 
-    def pin(self, tensor: torch.Tensor) -> torch.Tensor:
-        host = torch.empty(tensor.shape, dtype=tensor.dtype).pin_memory()
-        return host.copy_(tensor, non_blocking=True)
+    def empty_pinned(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8).pin_memory()
 
     def varlen_attention(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cu_seqlens: torch.Tensor, max_seqlen: int

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from mindspeed_rl.common.metric import MetricSet
+from mindspeed_rl.resharding.layout import RolloutLayout
 from mindspeed_rl.types import RolloutBatch
 
 # (micro-batch, log_probs [R] with gradient, entropy [R] or None) -> (scalar loss, metrics)
@@ -69,8 +70,18 @@ class TrainingEngine(Protocol):
     def max_over_data_parallel(self, values: Sequence[float]) -> list[float]:
         """Element-wise maximum over the data-parallel ranks."""
 
-    def export_weights(self, bucket_bytes: int) -> Iterator[tuple[str, torch.Tensor]]:
-        """All weights under their Hugging Face names, in the same order on every rank (a collective)."""
+    def export_weights(
+        self, bucket_bytes: int, rollout: RolloutLayout | None = None
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """The weights that this rank takes part in rollout with, under their Hugging Face names (a collective).
+
+        Args:
+            bucket_bytes: memory of one bucket, of which two are in use.
+            rollout: what each rank takes; None: all weights.
+        """
+
+    def weight_checksums(self) -> dict[str, int]:
+        """Of all Hugging Face tensors, computed on the shards (a collective; see `resharding.checksums`)."""
 
     def offload(self, part: str) -> None:
         """Move "param", "grad" (dropped), "optimizer" or "reference" off the device; a no-op if it is away."""
@@ -103,6 +114,9 @@ class GenerationEngine(Protocol):
 
     def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Take new weights, given under their Hugging Face names."""
+
+    def differing_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
+        """What of this rank's engine has not the bits that a new engine has after loading `weights`: names."""
 
     def sleep(self) -> None:
         """Give device memory (weights, KV cache) back."""

@@ -76,6 +76,7 @@ METRICS: dict[str, MetricInfo] = {
     "timing/export_weights": MetricInfo(
         "max", "s", "weights from training to host memory, for rollout apart from it"
     ),
+    "timing/validate_weight": MetricInfo("max", "s", "update and check of rollout's weights, with `validate_weight`"),
     "timing/resharding_to_train": MetricInfo("max", "s", "memory from rollout back to training"),
     "timing/offload": MetricInfo("max", "s", "moves between device and host memory"),
     "timing/save": MetricInfo("max", "s", "checkpoint"),

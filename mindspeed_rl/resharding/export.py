@@ -1,190 +1,173 @@
-"""Training weights as Hugging Face tensors on every rank, through bucketed collectives.
+"""Training weights as Hugging Face tensors on the ranks that need them: carries a plan out.
 
-Stage by stage, a stage's shards are packed into flat byte buckets. A bucket goes from its stage to the other stages
-(one broadcast over the pipeline group), then from every tensor-parallel rank to the others (one all-gather). In this
-order the links between stages carry each byte once, not once a tensor-parallel rank.
-
-Experts that expert-parallel ranks share have buckets of their own: a place in such a bucket holds another expert's
-shard on each of those ranks, and the all-gather is over all ranks, of both kinds, that have the experts together.
+Two buckets are in use: while the tensors of one are put together and handed out, the collectives of the next one run.
+On a device they are queued on a side stream; on the CPU they run in threads of the backend, and the second of two
+starts when the first is seen to be complete.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
-from math import prod
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from mindspeed_rl.common.errors import CheckpointError
-from mindspeed_rl.config.model import ModelConfig
-from mindspeed_rl.resharding.layout import WeightLayout
-from mindspeed_rl.resharding.names import Parameter, Shape
-
-ALIGNMENT = 16  # bytes; a multiple of every element size, so that each slot can be viewed in its own dtype
+from mindspeed_rl.device.base import Device
+from mindspeed_rl.resharding.plan import Bucket, Collective, ExportPlan, Piece
+from mindspeed_rl.resharding.slabs import slabs
 
 
 @dataclass(frozen=True)
-class Topology:
-    """This rank's place in the layout and the groups it talks to (None where the size is 1)."""
+class Groups:
+    """The process groups that a plan's collectives name; None where a rank is alone."""
 
-    layout: WeightLayout
-    tp_rank: int = 0
-    pp_rank: int = 0
-    tp_group: dist.ProcessGroup | None = None
-    pp_group: dist.ProcessGroup | None = None
-    ep_rank: int = 0
-    expert_group: dist.ProcessGroup | None = None  # tensor- times expert-parallel ranks, the former fastest
-
-
-@dataclass(frozen=True)
-class Slot:
-    """A shard's place in a bucket."""
-
-    parameters: tuple[Parameter, ...]  # whose shard it is; on each expert-parallel rank another's, where they differ
-    dtype: torch.dtype
-    shape: Shape  # of one shard
-    offset: int = 0  # bytes
-
-    @property
-    def end(self) -> int:
-        return self.offset + prod(self.shape) * self.dtype.itemsize
-
-    def view(self, flat: torch.Tensor) -> torch.Tensor:
-        """The shard inside a bucket's bytes."""
-        return flat[self.offset : self.end].view(self.dtype).view(self.shape)
-
-
-@dataclass(frozen=True)
-class Bucket:
-    """Shards of one pipeline stage that travel together."""
-
-    stage: int
-    slots: tuple[Slot, ...]
-    is_expert_parallel: bool = False
-
-    @property
-    def nbytes(self) -> int:
-        return _align(self.slots[-1].end)
-
-
-def _align(nbytes: int) -> int:
-    return -(-nbytes // ALIGNMENT) * ALIGNMENT
-
-
-def plan_export(
-    local_params: Mapping[str, torch.Tensor], model: ModelConfig, topology: Topology, bucket_bytes: int
-) -> list[Bucket]:
-    """The buckets of an export: equal on every rank, to be reused while names, shapes and dtypes stay.
-
-    A shard larger than `bucket_bytes` has a bucket of its own; the shards of any other bucket fit into that size, or
-    into its part of expert-parallel ranks, which gather so many times as much.
-    All ranks of the pipeline group call this together (one small object collective, for the dtypes).
-
-    Raises:
-        CheckpointError: a parameter of this stage is missing or has another shape than the model says.
-    """
-    layout = topology.layout
-    mine = layout.owned(model, topology.pp_rank, topology.ep_rank)
-    dtypes = _local_dtypes(local_params, mine, layout.tp)
-    stage_dtypes = [dtypes]
-    if topology.pp_group is not None:
-        stage_dtypes = [{} for _ in layout.stages]
-        dist.all_gather_object(stage_dtypes, dtypes, group=topology.pp_group)
-    buckets: list[Bucket] = []
-    for stage in range(layout.pp):
-        dtypes = stage_dtypes[stage]
-        owned = [list(layout.owned(model, stage, ep_rank).values()) for ep_rank in range(layout.ep)]
-        shared = [(parameter,) for parameter in owned[0] if not layout.is_expert_parallel(parameter)]
-        experts = zip(*([p for p in of_rank if layout.is_expert_parallel(p)] for of_rank in owned), strict=True)
-        for of_experts, rows, limit in ((False, shared, bucket_bytes), (True, experts, bucket_bytes // layout.ep)):
-            slots = [Slot(row, dtypes[_mine(row, topology).name], row[0].local_shape(layout.tp)) for row in rows]
-            buckets += [Bucket(stage, packed, of_experts) for packed in _pack(slots, limit)]
-    return buckets
-
-
-def _mine(parameters: tuple[Parameter, ...], topology: Topology) -> Parameter:
-    """Of a slot's parameters the one that this rank holds, or would hold in the slot's stage."""
-    return parameters[topology.ep_rank if len(parameters) > 1 else 0]
-
-
-def _pack(slots: Iterable[Slot], limit: int) -> Iterator[tuple[Slot, ...]]:
-    """Slots end to end: as many at a time as `limit` bytes hold, or one that is larger."""
-    packed: list[Slot] = []
-    offset = 0
-    for slot in slots:
-        if packed and offset + slot.end > limit:
-            yield tuple(packed)
-            packed, offset = [], 0
-        packed.append(replace(slot, offset=offset))
-        offset = _align(packed[-1].end)
-    if packed:
-        yield tuple(packed)
-
-
-def _local_dtypes(
-    local_params: Mapping[str, torch.Tensor], owned: Mapping[str, Parameter], tp_size: int
-) -> dict[str, torch.dtype]:
-    missing = [name for name in owned if name not in local_params]
-    if missing:
-        raise CheckpointError(f"the model lacks {len(missing)} parameters of the name table: {', '.join(missing)}")
-    for name, parameter in owned.items():
-        found, expected = tuple(local_params[name].shape), parameter.local_shape(tp_size)
-        if found != expected:
-            raise CheckpointError(
-                f"{name} has shape {found}, but the name table says {expected} at TP size {tp_size}"
-            )
-    return {name: local_params[name].dtype for name in owned}
+    pipeline: dist.ProcessGroup | None = None
+    tensor: dist.ProcessGroup | None = None
+    expert: dist.ProcessGroup | None = None  # tensor- times expert-parallel ranks, the former fastest
+    replica: dist.ProcessGroup | None = None  # those of all stages, stages slowest: all weights exactly once
 
 
 def export_hf(
-    local_params: Mapping[str, torch.Tensor], topology: Topology, plan: list[Bucket]
+    local_params: Mapping[str, torch.Tensor], plan: ExportPlan, groups: Groups, device: Device
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor of the Hugging Face checkpoint, in full, in the same order on every rank.
+    """The tensors of the Hugging Face checkpoint that `plan` brings to this rank, each in full.
 
-    All ranks iterate together and to the end: a bucket's collectives run when its first tensor is asked for.
-    Beside the tensors handed out, (tensor-parallel size + 1) x one bucket of memory are in use. Tensors keep their
-    dtype and device; they may be views of the parameters, so they are to be read or copied, not written.
+    All ranks iterate together and to the end. Tensors keep their dtype and device; they may be views of the
+    parameters, so they are to be read or copied, not written. Beside what the consumer keeps, `plan.peak_bytes` of
+    memory are in use.
 
     Args:
         local_params: this rank's shards by Megatron name, layers and experts counted in the whole model.
-        plan: result of `plan_export` for parameters of these names, shapes and dtypes.
+        plan: of this rank.
+        groups: what the plan's collectives run over.
+        device: where the shards are.
+
+    Raises:
+        CheckpointError: a parameter is missing, or has another shape or dtype than the plan says.
     """
-    tp = topology.layout.tp
-    for bucket in plan:
-        if topology.pp_group is None and _group(bucket, topology) is None:
-            for slot in bucket.slots:
-                yield from slot.parameters[0].to_hf(local_params[slot.parameters[0].name].detach())
-        else:
-            gathered = _exchange(bucket, local_params, topology)
-            for slot in bucket.slots:
-                for ep_rank, parameter in enumerate(slot.parameters):
-                    shards = gathered[ep_rank * tp : (ep_rank + 1) * tp]
-                    yield from parameter.shards_to_hf([slot.view(flat) for flat in shards])
-            del gathered, shards  # before the next bucket is allocated
+    check_parameters(local_params, plan)
+    buffers = [torch.empty(size, dtype=torch.uint8, device=device.current()) for size in plan.buffer_bytes]
+    stream = device.side_stream()
+
+    def start(number: int) -> _Transfer | None:
+        if number == len(plan.buckets):
+            return None
+        return _Transfer(plan.buckets[number], local_params, groups, buffers[number % 2], device, stream)
+
+    following = start(0)
+    for parameter in plan.local:
+        yield from parameter.to_hf(local_params[parameter.name].detach())
+    tensors: dict[str, list[torch.Tensor]] = {}  # of parameters that are being put together
+    for number, bucket in enumerate(plan.buckets):
+        assert following is not None
+        arrived = following.finish()
+        following = start(number + 1)
+        for piece in bucket.received:
+            parameter = piece.parameter
+            if piece.rows.start == 0:
+                tensors[parameter.name] = [
+                    torch.empty(shape, dtype=piece.dtype, device=arrived.device) for shape in parameter.hf_shapes
+                ]
+            _place(piece, arrived, tensors[parameter.name], plan.layout.tp)
+            if plan.completes(piece):
+                yield from zip(parameter.hf_names, tensors[parameter.name], strict=True)
+                del tensors[parameter.name]
+            if following is not None:
+                following.proceed()
 
 
-def _group(bucket: Bucket, topology: Topology) -> dist.ProcessGroup | None:
-    """The ranks that hold a bucket's parameters together."""
-    return topology.expert_group if bucket.is_expert_parallel else topology.tp_group
+def check_parameters(local_params: Mapping[str, torch.Tensor], plan: ExportPlan) -> None:
+    """Check that this rank's shards are those that the plan was made for.
+
+    Raises:
+        CheckpointError: a parameter is missing, or has another shape or dtype.
+    """
+    missing = [name for name in plan.owned if name not in local_params]
+    if missing:
+        raise CheckpointError(f"the model lacks {len(missing)} parameters of the name table: {', '.join(missing)}")
+    for name, parameter in plan.owned.items():
+        found, expected = tuple(local_params[name].shape), parameter.local_shape(plan.layout.tp)
+        if found != expected:
+            raise CheckpointError(
+                f"{name} has shape {found}, but the name table says {expected} at TP size {plan.layout.tp}"
+            )
+        if local_params[name].dtype != plan.dtypes[name]:
+            raise CheckpointError(f"{name} is {local_params[name].dtype}, but was planned as {plan.dtypes[name]}")
 
 
-def _exchange(bucket: Bucket, local_params: Mapping[str, torch.Tensor], topology: Topology) -> list[torch.Tensor]:
-    """The bucket's bytes of every rank of its group."""
-    device = next(iter(local_params.values())).device
-    mine = torch.empty(bucket.nbytes, dtype=torch.uint8, device=device)
-    if bucket.stage == topology.pp_rank:
-        for slot in bucket.slots:
-            slot.view(mine).copy_(local_params[_mine(slot.parameters, topology).name].detach())
-    if topology.pp_group is not None:
-        source = dist.get_global_rank(topology.pp_group, bucket.stage)
-        dist.broadcast(mine, source, group=topology.pp_group)
-    group = _group(bucket, topology)
-    if group is None:
-        return [mine]
-    size = group.size()
-    gathered = torch.empty(size * bucket.nbytes, dtype=torch.uint8, device=device)
-    all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
-    all_gather(gathered, mine, group=group)
-    return list(gathered.chunk(size))
+class _Transfer:
+    """A bucket on its way."""
+
+    def __init__(
+        self,
+        bucket: Bucket,
+        local_params: Mapping[str, torch.Tensor],
+        groups: Groups,
+        buffer: torch.Tensor,
+        device: Device,
+        stream: Any,
+    ):
+        self._device, self._stream = device, stream
+        mine, gathered = buffer[: bucket.send_bytes], buffer[bucket.send_bytes : bucket.nbytes]
+        self._arrived = gathered if bucket.collectives[-1].way != "broadcast" else mine
+        with device.queue_on(stream):
+            into = [piece.views(mine)[0] for piece in bucket.sent]
+            if into:
+                shards = [local_params[piece.parameter.name].detach() for piece in bucket.sent]
+                rows = [s[p.rows.start : p.rows.stop] for s, p in zip(shards, bucket.sent, strict=True)]
+                torch._foreach_copy_(into, rows)
+            self._steps = (_start(collective, groups, mine, gathered) for collective in bucket.collectives)
+            self._work: Any = next(self._steps)
+            if stream is not None:  # waiting only orders streams: all can be queued at once
+                self._wait()
+
+    def proceed(self) -> None:
+        """Start the next collective if one is complete."""
+        while self._work is not None and self._work.is_completed():
+            self._next()
+
+    def _next(self) -> None:
+        self._work.wait()
+        self._work = next(self._steps, None)
+
+    def _wait(self) -> None:
+        while self._work is not None:
+            self._next()
+
+    def finish(self) -> torch.Tensor:
+        """What has arrived, to be used on the current stream."""
+        self._wait()
+        self._device.wait_stream(self._stream)
+        return self._arrived
+
+
+def _start(collective: Collective, groups: Groups, mine: torch.Tensor, gathered: torch.Tensor) -> Any:
+    """Start a collective; returns what it can be waited for with."""
+    group: dist.ProcessGroup | None = getattr(groups, collective.group)
+    assert group is not None, f"the plan has a collective over {collective.ranks}"
+    assert group.size() == len(collective.ranks), f"the plan has a collective over {collective.ranks}"
+    if collective.way == "broadcast":
+        return dist.broadcast(mine, collective.ranks[collective.root], group=group, async_op=True)
+    if collective.way == "all_gather":
+        all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
+        return all_gather(gathered, mine, group=group, async_op=True)
+    return dist.all_to_all_single(
+        gathered, mine, list(collective.receives), list(collective.sends), group=group, async_op=True
+    )
+
+
+def _place(piece: Piece, arrived: torch.Tensor, tensors: list[torch.Tensor], tp_size: int) -> None:
+    """Copy the rows of a piece to where they belong in the parameter's Hugging Face tensors."""
+    into, rows = [], []
+    for tp_rank, shard in enumerate(piece.views(arrived)):
+        for slab in slabs(piece.parameter, tp_rank, tp_size):
+            part = slab.within(piece.rows)
+            if part is not None:
+                into.append(part.of(tensors))
+                first = part.rows.start - piece.rows.start
+                rows.append(shard[first : first + len(part.rows)])
+    if into:
+        torch._foreach_copy_(into, rows)

@@ -1,4 +1,4 @@
-"""How a model's parameters are spread over ranks: tensor parallelism, pipeline stages, experts, replicas."""
+"""How a model's parameters are spread over ranks: tensor parallelism, pipeline stages, experts, replicas; rollout."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from mindspeed_rl.common.errors import CheckpointError
 from mindspeed_rl.config.layout import Chunks, pipeline_chunks
 from mindspeed_rl.config.model import ModelConfig
-from mindspeed_rl.config.schema import MegatronConfig
+from mindspeed_rl.config.schema import GenerateConfig, MegatronConfig
 from mindspeed_rl.resharding.names import TIED_OUTPUT, Parameter, make_parameter, parameter_table
 
 
@@ -33,6 +33,12 @@ class WeightLayout:
         if model.num_layers % pp:
             raise CheckpointError(f"{model.num_layers} layers cannot be divided evenly over {pp} pipeline stages")
         return cls(tp, pipeline_chunks(model.num_layers, MegatronConfig(pipeline_model_parallel_size=pp)), dp, ep)
+
+    @classmethod
+    def configured(cls, cfg: MegatronConfig, model: ModelConfig, replicas: int) -> WeightLayout:
+        """The layout of an actor's configuration that has passed the rules; `replicas`: ranks / (TP x PP)."""
+        stages = pipeline_chunks(model.num_layers, cfg)
+        return cls(cfg.tensor_model_parallel_size, stages, replicas, cfg.expert_model_parallel_size)
 
     @property
     def pp(self) -> int:
@@ -61,10 +67,6 @@ class WeightLayout:
         count = (model.num_moe_experts or 0) // self.ep
         return range(ep_rank * count, (ep_rank + 1) * count)
 
-    def is_expert_parallel(self, parameter: Parameter) -> bool:
-        """Whether only one of `ep` replicas holds a parameter."""
-        return self.ep > 1 and parameter.expert is not None
-
     def owned(self, model: ModelConfig, pp_rank: int, ep_rank: int = 0) -> dict[str, Parameter]:
         """Parameters of a stage by name, each parameter of the model on exactly one stage.
 
@@ -88,3 +90,38 @@ class WeightLayout:
         if 0 < pp_rank == self.pp - 1 and not model.untie_embeddings_and_output_weights:
             held[TIED_OUTPUT.megatron] = make_parameter(TIED_OUTPUT, model)
         return held
+
+
+@dataclass(frozen=True)
+class RolloutLayout:
+    """What the rollout engine on each of the same ranks takes: full tensors, which it cuts itself; its own experts.
+
+    Neighbouring ranks make an engine. Without expert parallelism every rank takes all experts.
+    """
+
+    tp: int = 1
+    expert_parallel: bool = False  # each of the `tp` ranks of an engine keeps whole experts
+
+    @classmethod
+    def configured(cls, cfg: GenerateConfig) -> RolloutLayout:
+        """The layout of a configuration that has passed the rules."""
+        return cls(cfg.infer_tensor_parallel_size, cfg.enable_expert_parallel)
+
+    def experts(self, model: ModelConfig, rank: int) -> range:
+        """The experts, of each layer that has any, that a rank keeps.
+
+        vLLM's placement `linear`: as evenly as possible, in order, the first ranks having one more.
+        """
+        count = model.num_moe_experts or 0
+        if not self.expert_parallel:
+            return range(count)
+        share, more = divmod(count, self.tp)
+        position = rank % self.tp
+        start = position * share + min(position, more)
+        return range(start, start + share + (position < more))
+
+    def hf_names(self, model: ModelConfig, rank: int) -> set[str]:
+        """The Hugging Face tensors that a rank takes."""
+        experts = self.experts(model, rank)
+        taken = (p for p in parameter_table(model) if p.expert is None or p.expert in experts)
+        return {name for parameter in taken for name in parameter.hf_names}

@@ -111,8 +111,8 @@ class SeparateFleet:
 
     def sync_weights(self, version: int) -> list[WorkerReport]:
         published = self.watch.wait(self.training.start("export_weights", version + 1, "publish_weights", version))
-        reports, refs = zip(*published, strict=True)
-        put = self.board.put.remote(version, refs[0])  # rollout ranks fetch them when they begin an iteration
+        reports, weights = zip(*published, strict=True)
+        put = self.board.put.remote(version, weights[0])  # rollout ranks fetch them when they begin an iteration
         self.watch.wait([self.watch.add(put, Call(-2, "export_weights", version + 1))])
         return list(reports)
 

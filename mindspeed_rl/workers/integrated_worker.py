@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+
+import torch
 
 from mindspeed_rl.common.timing import Timings
+from mindspeed_rl.resharding.layout import RolloutLayout
 from mindspeed_rl.transfer_dock.spec import TransferDock
 from mindspeed_rl.workers.context import Source, WorkerReport
 from mindspeed_rl.workers.control import ControlGroup
+from mindspeed_rl.workers.residency import AFTER, BEFORE, ROLLOUT, Part, Step, may_leave
 from mindspeed_rl.workers.rollout import Rollout, vllm_engine
 from mindspeed_rl.workers.stages import scoring_stages
 from mindspeed_rl.workers.training import Training
 from mindspeed_rl.workers.training_worker import TrainingWorker
+from mindspeed_rl.workers.validation import update_and_validate
 
 # engine steps between two looks at the dock while generating
 STEPS_BETWEEN_SCORING = 8
@@ -25,11 +30,14 @@ class IntegratedWorker(TrainingWorker):
     ) -> None:
         """Join the world at `address`, build both engines and load weights and state from `source`."""
         self.join(address, self.layout.world, dock)
+        self.rollout_layout = RolloutLayout.configured(self.config.generate_config)
         self.cell = ControlGroup(self.layout.cells(), self.rank, self.context.collective_minutes)
         # rollout first: vLLM measures free memory, which is all there at this point
         self.rollout = Rollout(self.context, vllm_engine(self.context, source.hf_folder, stop_tokens))
         self.rollout.engine.sleep()
+        self.rollout_parts: set[Part] = set()  # those that are on the device
         self.training = Training(self.context, self.model, source)
+        self._leave(("reference",))
 
     def enter_rollout(self, version: int) -> WorkerReport:
         """Reshard the actor's weights into the rollout engine and make room for its KV cache.
@@ -38,27 +46,55 @@ class IntegratedWorker(TrainingWorker):
         """
         timings = Timings(version)
         self.context.device.reset_peak_memory()  # a step starts here
-        with timings("offload"):  # first: both engines' weights are there at once for a while
-            self.training.offload("grad", "optimizer")
-        with timings("resharding_to_infer"):
-            weights = self.training.export_weights()
-            self.rollout.engine.wake_up("weights")
-            self.rollout.engine.update_weights(weights)
-            self.rollout.version = version
-        with timings("offload"):
-            self.training.offload("param")
-            self.rollout.engine.wake_up("kv_cache")
+        self.enter("resharding", timings)
+        if self.config.generate_config.validate_weight:
+            with timings("validate_weight"):
+                self._update_and_validate(version)
+        else:
+            with timings("resharding_to_infer"):
+                self.rollout.engine.update_weights(self._weights())
+        self.rollout.version = version
+        self.enter("rollout", timings)
         return self.context.report(timings)
 
-    def enter_training(self, timings: Timings, *parts: str) -> None:
-        """Take the device back from rollout."""
-        with timings("resharding_to_train"):
+    def _weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """What the rollout engine on this rank takes of the actor's weights (a collective)."""
+        return self.training.export_weights(self.rollout_layout)
+
+    def _update_and_validate(self, version: int) -> None:
+        taken = self.rollout_layout.hf_names(self.model, self.rank)
+        expected = {name: of for name, of in self.training.engine.weight_checksums().items() if name in taken}
+        update_and_validate(self.rollout.engine, self._weights, expected, version, self.rank)
+
+    def enter(self, use: str, timings: Timings) -> None:
+        """Bring what a use of the device needs, and make room for it (see `residency`)."""
+        self._follow(BEFORE[use], timings)
+
+    def leave(self, use: str, timings: Timings) -> None:
+        """Take away what only that use needs."""
+        self._follow(AFTER.get(use, ()), timings)
+
+    def _follow(self, steps: Sequence[Step], timings: Timings) -> None:
+        for step in steps:
+            with timings(step.timing):
+                move = self._come if step.action == "onload" else self._leave
+                move(step.parts)
+
+    def _come(self, parts: Sequence[Part]) -> None:
+        for part in parts:
+            if part not in ROLLOUT:
+                self.training.engine.onload(part)
+            elif part not in self.rollout_parts:
+                self.rollout.engine.wake_up({"rollout_weights": "weights"}.get(part, part))
+                self.rollout_parts.add(part)
+
+    def _leave(self, parts: Sequence[Part]) -> None:
+        if self.rollout_parts.intersection(parts):
             self.rollout.engine.sleep()
-            self.training.engine.onload("param")
-        if parts:
-            with timings("offload"):
-                for part in parts:
-                    self.training.engine.onload(part)
+            self.rollout_parts.clear()
+        for part in parts:
+            if part not in ROLLOUT and may_leave(self.config, part):
+                self.training.engine.offload(part)
 
     def generate(self, iteration: int) -> WorkerReport:
         """Generate this rollout replica's share of the iteration's responses."""
@@ -80,7 +116,6 @@ class IntegratedWorker(TrainingWorker):
                 self._generate_scoring(iteration, overlap)
             else:
                 self.rollout.generate(iteration)
-        self.enter_training(timings)
         self._score(timings)
         return self.context.report(timings)
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import ray
+import torch
 
 from mindspeed_rl.common.timing import Timings
 from mindspeed_rl.transfer_dock.spec import TransferDock
 from mindspeed_rl.workers.context import Worker, WorkerReport
 from mindspeed_rl.workers.rollout import Rollout, vllm_engine
+from mindspeed_rl.workers.validation import update_and_validate
 from mindspeed_rl.workers.weights import unpack_weights
 
 
@@ -33,17 +35,27 @@ class RolloutWorker(Worker):
         self.context.device.reset_peak_memory()
         with timings.waiting("rollout"):
             claims = self.rollout.claim(iteration)
-        with timings("resharding_to_infer"):
-            self._take_weights()
+        self._take_weights(timings)
         assert iteration - self.rollout.version <= self.config.rl_config.staleness, "the dock bounds staleness"
         with timings("rollout"):
             self.rollout.generate(iteration, claims)
         return self.context.report(timings)
 
-    def _take_weights(self) -> None:
+    def _take_weights(self, timings: Timings) -> None:
         """Bring the engine to the newest version there is, the same on all ranks of the engine."""
-        version = self.rollout.group.share(lambda: ray.get(self.board.newest.remote()))
-        if not self.loaded or version != self.rollout.version:
-            refs = ray.get(self.board.get.remote(version))
-            self.rollout.engine.update_weights(unpack_weights(ray.get(ref) for ref in refs))
+        validate = self.config.generate_config.validate_weight
+        with timings("validate_weight" if validate else "resharding_to_infer"):
+            version = self.rollout.group.share(lambda: ray.get(self.board.newest.remote()))
+            if self.loaded and version == self.rollout.version:
+                return
+            published = ray.get(self.board.get.remote(version))
+
+            def weights() -> Iterator[tuple[str, torch.Tensor]]:
+                return unpack_weights(ray.get(ref) for ref in published.refs)
+
+            if validate:
+                engine, expected = self.rollout.engine, published.checksums
+                update_and_validate(engine, weights, expected, version, self.number)
+            else:
+                self.rollout.engine.update_weights(weights())
             self.rollout.version, self.loaded = version, True

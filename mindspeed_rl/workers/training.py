@@ -18,6 +18,7 @@ from mindspeed_rl.common.metric import MetricSet
 from mindspeed_rl.common.timing import Timings
 from mindspeed_rl.config.model import ModelConfig
 from mindspeed_rl.data.packing import fixed_micro_batches, micro_batches, sequence_costs
+from mindspeed_rl.resharding.layout import RolloutLayout
 from mindspeed_rl.transfer_dock.spec import Claim
 from mindspeed_rl.types import Denominators, RolloutBatch
 from mindspeed_rl.workers.context import Context, Source
@@ -59,8 +60,6 @@ class Training:
             self._start_weights(source.weights),
             with_reference=uses_reference(self.config),
         )
-        if self.config.generate_config.offload_reference and uses_reference(self.config):
-            self.engine.offload("reference")
         self.objective = PolicyObjective(self.rl, horizon=self.sampling.max_tokens)
         if source.state is not None:
             state = load_rank(source.state, self.rank, self.layout)
@@ -71,29 +70,19 @@ class Training:
             return HFWeights(path)
         return load_rank(path, self.rank, self.layout)["model"]
 
-    def export_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """All of the actor's weights under their Hugging Face names (a collective)."""
+    def export_weights(self, rollout: RolloutLayout | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+        """The actor's weights under their Hugging Face names, all or what `rollout` takes here (a collective)."""
         self.engine.onload("param")
-        return self.engine.export_weights(int(self.config.generate_config.resharding_bucket_mb * 2**20))
-
-    def offload(self, *parts: str) -> None:
-        """Move those of "param", "grad" and "optimizer" off the device that the configuration wants away."""
-        for part in parts:
-            if getattr(self.config.generate_config, f"offload_train_{part}"):
-                self.engine.offload(part)
+        bucket_bytes = int(self.config.generate_config.resharding_bucket_mb * 2**20)
+        return self.engine.export_weights(bucket_bytes, rollout)
 
     # ---- scoring -------------------------------------------------------------------------------------------------
 
     def score(self, stage: str, timings: Timings) -> None:
         """Put this replica's share of `stage` ("reference" or "old_log_prob") into the dock."""
-        is_reference = stage == "reference"
-        if is_reference:
-            self.engine.onload("reference")
         for claim in self._claims(stage, timings):
             with timings(SCORING[stage].timing):
                 self._put_log_probs(claim, self._fetch(claim))
-        if is_reference and self.config.generate_config.offload_reference:
-            self.engine.offload("reference")
 
     def score_what_is_ready(self, iteration: int, stage: str) -> None:
         """At most one micro-batch, so that whoever shares the device is not held up for long."""

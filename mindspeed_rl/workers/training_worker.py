@@ -11,7 +11,7 @@ from mindspeed_rl.transfer_dock.spec import TransferDock
 from mindspeed_rl.workers.context import Source, Worker, WorkerReport
 from mindspeed_rl.workers.stages import scoring_stages
 from mindspeed_rl.workers.training import Training
-from mindspeed_rl.workers.weights import pack_weights
+from mindspeed_rl.workers.weights import PublishedWeights, pack_weights
 
 
 class TrainingWorker(Worker):
@@ -22,15 +22,15 @@ class TrainingWorker(Worker):
         self.join(address, self.layout.world, dock)
         self.training = Training(self.context, self.model, source)
 
-    def publish_weights(self, version: int) -> tuple[WorkerReport, list[ray.ObjectRef]]:
-        """Copy the actor's weights to Ray's object store; rank 0 returns the references, the others none.
+    def publish_weights(self, version: int) -> tuple[WorkerReport, PublishedWeights]:
+        """Copy the actor's weights to Ray's object store; rank 0 returns where they are, the others nothing.
 
         `version` is the number of iterations that they were trained for.
 
-        On the device one bucket of the export is in use at a time; on the host of rank 0 two buckets beside the
+        On the device two buckets of the export are in use at a time; on the host of rank 0 two buckets beside the
         object store, which takes one full copy of the weights. How long copies stay is up to the `WeightBoard`.
         """
-        timings, refs = Timings(version), []
+        timings, refs, checksums = Timings(version), [], {}
         self.context.device.reset_peak_memory()  # a step starts here
         with timings("export_weights"):
             weights = self.training.export_weights()
@@ -39,23 +39,27 @@ class TrainingWorker(Worker):
                 refs = [ray.put(bucket) for bucket in pack_weights(weights, bucket_bytes)]
             else:
                 deque(weights, maxlen=0)  # takes part in the collectives
-        return self.context.report(timings), refs
+        if self.config.generate_config.validate_weight:
+            with timings("validate_weight"):
+                checksums = self.training.engine.weight_checksums()
+        return self.context.report(timings), PublishedWeights(refs, checksums)
 
     def score(self, iteration: int) -> WorkerReport:
         """Compute this model replica's share of the log-probs that the update needs."""
         timings = Timings(iteration)
-        self.enter_training(timings)
         self._score(timings)
         return self.context.report(timings)
 
     def _score(self, timings: Timings) -> None:
         for stage in scoring_stages(self.config):
+            self.enter(stage, timings)
             self.training.score(stage, timings)
+            self.leave(stage, timings)
 
     def update(self, iteration: int, kl_coef: float) -> WorkerReport:
         """Train on the iteration's samples: `epochs` passes, one optimizer step a mini-batch."""
         timings = Timings(iteration)
-        self.enter_training(timings, "grad", "optimizer")
+        self.enter("update", timings)
         metrics = self.training.update(kl_coef, timings)
         return self.context.report(timings, metrics)
 
@@ -63,5 +67,8 @@ class TrainingWorker(Worker):
         """Write this rank's part of a checkpoint that the driver has begun and will commit."""
         self.training.save(root, iteration)
 
-    def enter_training(self, timings: Timings, *parts: str) -> None:
-        """Bring weights and `parts` back to a device that another role has used. Here none does."""
+    def enter(self, use: str, timings: Timings) -> None:
+        """Bring what a stage needs to a device that other roles use, too. Here none does."""
+
+    def leave(self, use: str, timings: Timings) -> None:
+        """Take away what only that stage needs."""

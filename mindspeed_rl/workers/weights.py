@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -61,6 +61,14 @@ def unpack_weights(buckets: Iterable[WeightBucket]) -> Iterator[tuple[str, torch
             yield slot.name, flat[slot.start : slot.stop].view(slot.dtype).view(slot.shape)
 
 
+@dataclass(frozen=True)
+class PublishedWeights:
+    """One version of the weights."""
+
+    refs: list[ray.ObjectRef]  # of its buckets
+    checksums: Mapping[str, int]  # of the tensors, as the training ranks hold them; with `validate_weight` only
+
+
 class WeightBoard:
     """A Ray actor that keeps published weights in the object store, by version: completed iterations.
 
@@ -72,11 +80,11 @@ class WeightBoard:
     KEPT = 2
 
     def __init__(self) -> None:
-        self._versions: dict[int, list[ray.ObjectRef]] = {}
+        self._versions: dict[int, PublishedWeights] = {}
 
-    def put(self, version: int, refs: list[ray.ObjectRef]) -> None:
-        """Offer a version: its buckets."""
-        self._versions[version] = refs
+    def put(self, version: int, weights: PublishedWeights) -> None:
+        """Offer a version."""
+        self._versions[version] = weights
         for old in sorted(self._versions)[: -self.KEPT]:
             del self._versions[old]
 
@@ -84,6 +92,6 @@ class WeightBoard:
         """The newest version there is; some version has been put before anybody asks."""
         return max(self._versions)
 
-    def get(self, version: int) -> list[ray.ObjectRef]:
-        """Buckets of one of the two newest versions."""
+    def get(self, version: int) -> PublishedWeights:
+        """One of the two newest versions."""
         return self._versions[version]

@@ -8,6 +8,7 @@ import torch
 from mindspeed_rl.common.errors import ConfigError
 from mindspeed_rl.device.cpu import CpuDevice
 from mindspeed_rl.device.select import make_device
+from mindspeed_rl.engine.megatron import offload
 from mindspeed_rl.engine.megatron.offload import HostMemory
 
 
@@ -90,5 +91,21 @@ def test_host_memory_brings_back_what_it_is_told_to(contents: Any, comes_back: l
     assert owner.untyped_storage().nbytes() == 0
     memory.onload()
     memory.onload()  # already there: no harm
+    memory.ready()
     assert owner.tolist() == comes_back
     assert view.tolist() == comes_back[1:]
+
+
+def test_host_memory_is_taken_in_pieces_of_bounded_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(offload, "PIECE_BYTES", 10)
+    taken: list[int] = []
+    device = CpuDevice()
+    pinned = device.empty_pinned
+    monkeypatch.setattr(device, "empty_pinned", lambda nbytes: (taken.append(nbytes), pinned(nbytes))[1])
+    memory, owner = HostMemory(device), torch.arange(7, dtype=torch.float32).view(7, 1)
+    for _ in range(2):
+        memory.offload([owner])
+        memory.onload()
+        memory.ready()
+    assert taken == 2 * [10, 10, 8]
+    assert owner.flatten().tolist() == list(range(7))

@@ -1,203 +1,236 @@
-"""Export through real collectives (gloo): every rank gets the Hugging Face tensors bit for bit."""
+"""Export through real collectives (gloo): every rank gets its Hugging Face tensors bit for bit, as it was planned."""
 
-import itertools
+import weakref
+from collections import Counter
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from support.shards import dtypes_of, experts_model, full_weights, make_groups, shards_of, tiny_model
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from mindspeed_rl.common.errors import CheckpointError
-from mindspeed_rl.config.model import ModelConfig
-from mindspeed_rl.resharding.export import Topology, export_hf, plan_export
-from mindspeed_rl.resharding.layout import WeightLayout
-from mindspeed_rl.resharding.names import parameter_table
+from mindspeed_rl.device.cpu import CpuDevice
+from mindspeed_rl.resharding.checksums import differing, training_checksums, with_checksums
+from mindspeed_rl.resharding.export import Groups, export_hf
+from mindspeed_rl.resharding.layout import RolloutLayout, WeightLayout
+from mindspeed_rl.resharding.plan import make_plan
 
 torch.set_num_threads(1)
 BUCKET = 4000
+EVERYTHING = RolloutLayout()
+ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
 
 
-def tiny_model(**overrides) -> ModelConfig:
-    values = {
-        "architecture": "Qwen2ForCausalLM",
-        "num_layers": 3,
-        "hidden_size": 16,
-        "ffn_hidden_size": 24,
-        "num_attention_heads": 4,
-        "num_query_groups": 2,
-        "kv_channels": 6,
-        "vocab_size": 45,
-        "max_position_embeddings": 64,
-        "add_qkv_bias": True,
-        "qk_layernorm": True,
-    }
-    return ModelConfig(**{**values, **overrides})
+class Traffic:
+    """Counts what really goes over the groups: collectives, and bytes that leave and reach this rank."""
 
-
-def experts_model(**overrides) -> ModelConfig:
-    """Eight experts in every layer but the second."""
-    experts = {"num_moe_experts": 8, "moe_router_topk": 2, "moe_ffn_hidden_size": 20, "moe_layer_freq": (1, 0, 1)}
-    return tiny_model(architecture="Qwen3MoeForCausalLM", **experts, **overrides)
-
-
-def full_weights(model):
-    """Hugging Face tensors: bfloat16, but layer norms in float32."""
-    generator = torch.Generator().manual_seed(5)
-    weights = {}
-    for parameter in parameter_table(model):
-        dtype = torch.float32 if "norm" in parameter.name else torch.bfloat16
-        for name, shape in zip(parameter.hf_names, parameter.hf_shapes, strict=True):
-            weights[name] = torch.randn(shape, generator=generator).to(dtype)
-    return weights
-
-
-def shards_of(weights, model, layout, tp_rank, pp_rank, ep_rank=0):
-    return {
-        name: torch.nn.Parameter(
-            parameter.shard(
-                parameter.from_hf([weights[hf_name] for hf_name in parameter.hf_names]),
-                tp_rank,
-                layout.tp,
+    def __init__(self, rank: int):
+        self.rank = rank
+        self.calls: Counter = Counter()
+        self.sent = self.received = 0
+        for name in ("broadcast", ALL_GATHER, "all_to_all_single"):
+            setattr(
+                dist,
+                name,
+                self._counted(getattr(dist, name), getattr(self, f"_{name.replace('_into_tensor', '_single')}")),
             )
-        )
-        for name, parameter in layout.held(model, pp_rank, ep_rank).items()
-    }
+
+    def _counted(self, original, count):
+        def collective(*args, **kwargs):
+            self.calls[original.__name__] += 1
+            count(*args, **kwargs)
+            return original(*args, **kwargs)
+
+        return collective
+
+    def _broadcast(self, tensor, source, group, async_op):
+        if source == self.rank:
+            self.sent += tensor.nbytes * (group.size() - 1)
+        else:
+            self.received += tensor.nbytes
+
+    def _all_gather_single(self, output, mine, group, async_op):
+        self.sent += mine.nbytes * (group.size() - 1)
+        self.received += output.nbytes - mine.nbytes
+
+    def _all_to_all_single(self, output, mine, received, sent, group, async_op):
+        me = dist.get_group_rank(group, self.rank)
+        self.sent += sum(sent) - sent[me]
+        self.received += sum(received) - received[me]
 
 
-def topology_of(layout, rank):
-    tp_rank, pp_rank, replica = layout.coordinates(rank)
+class Memory(TorchDispatchMode):
+    """Bytes of all storages that came to be inside, and are alive."""
 
-    def group(key, size):
-        """The group of all ranks that agree with this one in `key`, or None where that is `size` 1."""
-        members = {}
-        for other in range(layout.world):
-            members.setdefault(key(*layout.coordinates(other)), []).append(other)
-        groups = {ranks[0]: dist.new_group(ranks) for ranks in members.values() if size > 1}
-        return groups.get(members[key(tp_rank, pp_rank, replica)][0])
+    def __init__(self, known):
+        super().__init__()
+        self.now = self.peak = 0
+        self.seen = {tensor.untyped_storage()._cdata for tensor in known}
 
-    return Topology(
-        layout,
-        tp_rank,
-        pp_rank,
-        group(lambda tp, pp, replica: (pp, replica), layout.tp),
-        group(lambda tp, pp, replica: (tp, replica), layout.pp),
-        layout.expert_rank(replica),
-        group(lambda tp, pp, replica: (pp, replica // layout.ep), layout.tp * layout.ep),
-    )
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor):
+                self._see(tensor.untyped_storage())
+        return result
+
+    def _see(self, storage):
+        key, size = storage._cdata, storage.nbytes()
+        if key not in self.seen:
+            self.seen.add(key)
+            self.now += size
+            self.peak = max(self.peak, self.now)
+            weakref.finalize(storage, self._forget, key, size)
+
+    def _forget(self, key, size):
+        self.seen.discard(key)
+        self.now -= size
 
 
-def export_and_compare(rank, layout, models, rendezvous):
+def export_and_compare(rank, world, cases, rendezvous):
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=layout.world)
-    topology = topology_of(layout, rank)
-    calls = []
-    name = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
-    gather, broadcast = getattr(dist, name), dist.broadcast
-    setattr(dist, name, lambda *args, **kwargs: (calls.append("gather"), gather(*args, **kwargs))[1])
-    dist.broadcast = lambda *args, **kwargs: (calls.append("broadcast"), broadcast(*args, **kwargs))[1]
-    for model in models:
+    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world)
+    traffic = Traffic(rank)
+    for layout, rollout, model in cases:
+        groups = make_groups(layout, rank)
         weights = full_weights(model)
-        local = shards_of(weights, model, layout, topology.tp_rank, topology.pp_rank, topology.ep_rank)
-        plan = plan_export(local, model, topology, BUCKET)
-        calls.clear()
-        # twice with one plan, the second time with a consumer that keeps every tensor
-        for exported in (export_hf(local, topology, plan), list(export_hf(local, topology, plan))):
-            names = []
-            for name, tensor in exported:
-                names.append(name)
-                assert tensor.dtype == weights[name].dtype
-                assert not tensor.requires_grad
-                assert torch.equal(tensor, weights[name]), name
-            expected = [name for parameter in parameter_table(model) for name in parameter.hf_names]
-            # chunks of an interleaved stage come one after the other, experts that ranks share bucket by bucket
-            in_order = layout.ep == 1 and all(len(stage) == 1 for stage in layout.stages)
-            assert (names if in_order else sorted(names)) == (expected if in_order else sorted(expected))
-        of_experts = sum(bucket.is_expert_parallel for bucket in plan)
-        assert (of_experts > 0) == (layout.ep > 1)
-        assert calls.count("gather") == 2 * (of_experts if layout.tp == 1 else len(plan))
-        assert calls.count("broadcast") == (2 * len(plan) if layout.pp > 1 else 0)
+        local = shards_of(weights, model, layout, rank)
+        plan = make_plan(model, dtypes_of(model), layout, rank, BUCKET, rollout)
+        needed = rollout.hf_names(model, rank)
+
+        def export(local=local, plan=plan, groups=groups):
+            return export_hf(local, plan, groups, CpuDevice())
+
+        # with a consumer that keeps every tensor
+        kept = dict(export())
+        assert sorted(kept) == sorted(needed)
+        for name, tensor in kept.items():
+            assert tensor.dtype == weights[name].dtype
+            assert not tensor.requires_grad
+            assert torch.equal(tensor, weights[name]), name
+        # once more, with one that keeps none
+        traffic.calls.clear()
+        traffic.sent = traffic.received = 0
+        with Memory(local.values()) as memory:
+            for name, tensor in export():  # noqa: B007
+                del tensor
+        collectives = Counter(c.way for bucket in plan.buckets for c in bucket.collectives)
+        assert sum(traffic.calls.values()) == sum(collectives.values())
+        assert (traffic.sent, traffic.received) == (plan.sent_bytes, plan.received_bytes)
+        assert (memory.peak, memory.now) == (plan.peak_bytes, 0)
+        check_checksums(local, export, model, layout, rank, groups, needed)
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [
-        WeightLayout(2, ((range(0, 3),),)),
-        WeightLayout(1, ((range(0, 1),), (range(1, 3),))),
-        WeightLayout(2, ((range(0, 1), range(2, 3)), (range(1, 2),))),
-    ],
-    ids=["tp2", "pp2", "tp2pp2"],
-)
-def test_every_rank_gets_every_tensor_bit_for_bit(layout, tmp_path):
-    models = [tiny_model(), tiny_model(untie_embeddings_and_output_weights=False, vocab_size=46)]
-    mp.spawn(export_and_compare, (layout, models, tmp_path / "rendezvous"), nprocs=layout.world)
+def check_checksums(local, export, model, layout, rank, groups, needed):
+    """Shards and what arrived have the same; one bit that is another is found."""
+    of_shards = training_checksums(local, model, layout, rank, groups.replica)
+    expected = {name: value for name, value in of_shards.items() if name in needed}
+    arrived = {}
+    for _ in with_checksums(export(), arrived):
+        pass
+    assert differing(expected, arrived) == []
+    victim = sorted(needed)[-1]
+    arrived = {}
+    for _ in with_checksums(flipped(export(), victim), arrived):
+        pass
+    assert differing(expected, arrived) == [victim]
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [
-        WeightLayout(1, ((range(0, 3),),), dp=2, ep=2),
-        WeightLayout(1, ((range(0, 3),),), dp=4, ep=2),
-        WeightLayout(2, ((range(0, 3),),), dp=2, ep=2),
-        WeightLayout(1, ((range(0, 1), range(2, 3)), (range(1, 2),)), dp=2, ep=2),
-        WeightLayout(2, ((range(0, 2),), (range(2, 3),))),
-    ],
-    ids=["ep2", "dp4ep2", "tp2ep2", "pp2ep2", "tp2pp2"],
-)
-def test_every_rank_gets_every_expert_bit_for_bit(layout, tmp_path):
-    mp.spawn(export_and_compare, (layout, [experts_model()], tmp_path / "rendezvous"), nprocs=layout.world)
+def flipped(weights, victim):
+    for name, tensor in weights:
+        if name == victim:
+            tensor = tensor.clone()
+            tensor.flatten().view(torch.uint8)[-1] ^= 4
+        yield name, tensor
+
+
+ONE_STAGE = ((range(0, 3),),)
+TWO_STAGES = ((range(0, 1),), (range(1, 3),))
+INTERLEAVED = ((range(0, 1), range(2, 3)), (range(1, 2),))
+TIED = {"untie_embeddings_and_output_weights": False, "vocab_size": 46}
+
+
+def test_two_ranks(tmp_path):
+    own = RolloutLayout(2, True)
+    cases = [
+        (WeightLayout(2, ONE_STAGE), EVERYTHING, tiny_model()),
+        (WeightLayout(1, TWO_STAGES), EVERYTHING, tiny_model(**TIED)),
+        (WeightLayout(1, ONE_STAGE, dp=2, ep=2), EVERYTHING, experts_model()),
+        (WeightLayout(1, ONE_STAGE, dp=2, ep=2), own, experts_model()),
+        (WeightLayout(2, ONE_STAGE), own, experts_model()),
+        (WeightLayout(1, TWO_STAGES), own, experts_model()),
+    ]
+    mp.spawn(export_and_compare, (2, cases, tmp_path / "rendezvous"), nprocs=2)
+
+
+def test_four_ranks(tmp_path):
+    cases = [
+        (WeightLayout(2, INTERLEAVED), EVERYTHING, tiny_model(**TIED)),
+        (WeightLayout(2, TWO_STAGES), EVERYTHING, experts_model()),
+        (WeightLayout(2, ONE_STAGE, dp=2, ep=2), EVERYTHING, experts_model()),
+        (WeightLayout(1, INTERLEAVED, dp=2, ep=2), EVERYTHING, experts_model()),
+        (WeightLayout(1, ONE_STAGE, dp=4, ep=2), RolloutLayout(4, True), experts_model()),
+        (WeightLayout(2, ONE_STAGE, dp=2, ep=2), RolloutLayout(4, True), experts_model()),
+        (WeightLayout(1, INTERLEAVED, dp=2, ep=2), RolloutLayout(2, True), experts_model()),
+        (WeightLayout(2, TWO_STAGES), RolloutLayout(4, True), experts_model()),
+    ]
+    mp.spawn(export_and_compare, (4, cases, tmp_path / "rendezvous"), nprocs=4)
+
+
+def export_step_by_step(rank, rendezvous):
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2)
+    traffic = Traffic(rank)
+    model, layout = tiny_model(), WeightLayout(2, ONE_STAGE)
+    local = shards_of(full_weights(model), model, layout, rank)
+    plan = make_plan(model, dtypes_of(model), layout, rank, 2000)
+    bucket_of = {
+        name: number
+        for number, bucket in enumerate(plan.buckets)
+        for piece in bucket.received
+        for name in piece.parameter.hf_names
+    }
+    assert len(plan.buckets) > 5
+    for name, _ in export_hf(local, plan, make_groups(layout, rank), CpuDevice()):
+        under_way = bucket_of.get(name, -1) + 2  # whole tensors come first, while the first bucket is under way
+        assert traffic.calls.total() == min(max(1, under_way), len(plan.buckets)), name
+    dist.destroy_process_group()
+
+
+def test_the_next_bucket_is_under_way_while_tensors_are_handed_out(tmp_path):
+    mp.spawn(export_step_by_step, (tmp_path / "rendezvous",), nprocs=2)
 
 
 def test_one_rank_copies_no_more_than_the_layout_needs():
     model = tiny_model(architecture="LlamaForCausalLM")
     layout = WeightLayout.even(model)
     weights = full_weights(model)
-    local = shards_of(weights, model, layout, 0, 0)
-    topology = Topology(layout)
-    exported = dict(export_hf(local, topology, plan_export(local, model, topology, BUCKET)))
+    local = shards_of(weights, model, layout, 0)
+    exported = dict(export_hf(local, make_plan(model, dtypes_of(model), layout, 0, BUCKET), Groups(), CpuDevice()))
     assert exported.keys() == weights.keys()
     assert all(torch.equal(exported[name], weights[name]) for name in weights)
     shared = exported["model.layers.0.mlp.up_proj.weight"].untyped_storage().data_ptr()
     assert shared == local["decoder.layers.0.mlp.linear_fc1.weight"].untyped_storage().data_ptr()
 
 
-def test_buckets_hold_all_shards_within_their_size():
+def test_parameters_that_do_not_fit_the_plan_are_named():
     model = tiny_model()
     layout = WeightLayout.even(model)
-    local = shards_of(full_weights(model), model, layout, 0, 0)
-    plan = plan_export(local, model, Topology(layout), BUCKET)
-    slots = [slot for bucket in plan for slot in bucket.slots]
-    assert [parameter for slot in slots for parameter in slot.parameters] == parameter_table(model)
-    assert all(bucket.slots[-1].end <= BUCKET for bucket in plan)
-    for bucket in plan:
-        assert bucket.slots[0].offset == 0
-        assert all(before.end <= after.offset for before, after in itertools.pairwise(bucket.slots))
-    assert len(plan) < len(slots) / 3
-    # smaller than any shard: each has a bucket of its own
-    assert len(plan_export(local, model, Topology(layout), 1)) == len(slots)
+    local = dict(shards_of(full_weights(model), model, layout, 0))
+    plan = make_plan(model, dtypes_of(model), layout, 0, BUCKET)
+    name = "decoder.final_layernorm.weight"
 
+    def export(changed):
+        return list(export_hf({**local, name: changed}, plan, Groups(), CpuDevice()))
 
-def test_buckets_of_experts_gather_no_more_than_others():
-    model = experts_model()
-    layout = WeightLayout.even(model, dp=4, ep=4)
-    local = shards_of(full_weights(model), model, layout, 0, 0)
-    plan = plan_export(local, model, Topology(layout), BUCKET)
-    for bucket in plan:
-        gathered = bucket.nbytes * (4 if bucket.is_expert_parallel else 1)
-        assert gathered <= BUCKET or len(bucket.slots) == 1
-    experts = [parameter.expert for bucket in plan for slot in bucket.slots for parameter in slot.parameters]
-    # the first expert of each rank, then the second: up with gate, down; two layers
-    assert [expert for expert in experts if expert is not None] == 2 * [*2 * [0, 2, 4, 6, 1, 3, 5, 7]]
-
-
-def test_parameters_that_do_not_fit_the_table_are_named():
-    model = tiny_model()
-    layout = WeightLayout.even(model)
-    local = dict(shards_of(full_weights(model), model, layout, 0, 0))
-    topology = Topology(layout)
-    final = local.pop("decoder.final_layernorm.weight")
-    with pytest.raises(CheckpointError, match=r"lacks 1 parameters of the name table: decoder\.final_layernorm"):
-        plan_export(local, model, topology, BUCKET)
-    local["decoder.final_layernorm.weight"] = final[:3]
     with pytest.raises(CheckpointError, match=r"shape \(3,\), but the name table says \(16,\) at TP size 1"):
-        plan_export(local, model, topology, BUCKET)
+        export(local[name][:3])
+    with pytest.raises(CheckpointError, match=r"is torch\.bfloat16, but was planned as torch\.float32"):
+        export(local[name].bfloat16())
+    del local[name]
+    with pytest.raises(CheckpointError, match=r"lacks 1 parameters of the name table: decoder\.final_layernorm"):
+        list(export_hf(local, plan, Groups(), CpuDevice()))

@@ -17,11 +17,12 @@ ONE_DEVICE = "rl_config.actor_resource.num_npus=1"
 
 
 def test_rollout_apart_trains_the_same_bit_for_bit(inputs: Path, tmp_path: Path) -> None:
-    common = (ONE_DEVICE, "rl_config.rollout_is=token", "trace=true")
+    common = (ONE_DEVICE, "rl_config.rollout_is=token", "trace=true", "generate_config.validate_weight=true")
     together = run(inputs, tmp_path, *common, name="together")
     apart = run(inputs, tmp_path, *common, *SEPARATE, name="apart")
     assert [training(step) for step in apart] == [training(step) for step in together]
     assert apart[0]["timing/export_weights"] > 0
+    assert all(step["timing/validate_weight"] > 0 for step in (*together, *apart))
     assert apart[0]["rollout/is_weight"] == pytest.approx(1, abs=1e-5)  # both engines compute the same policy
     check_trace(spans(tmp_path / "together"), together, ranks=1)
     check_trace(spans(tmp_path / "apart"), apart, ranks=2)

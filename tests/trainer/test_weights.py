@@ -5,7 +5,7 @@ import pickle
 import pytest
 import torch
 
-from mindspeed_rl.workers.weights import WeightBoard, pack_weights, unpack_weights
+from mindspeed_rl.workers.weights import PublishedWeights, WeightBoard, pack_weights, unpack_weights
 
 
 @pytest.fixture
@@ -46,8 +46,8 @@ def test_packing_takes_a_copy_at_once() -> None:
 def test_the_board_keeps_the_newest_version_and_the_one_before() -> None:
     board = WeightBoard()
     for version in (3, 4, 5):
-        board.put(version, [])
+        board.put(version, PublishedWeights([], {"tensor": version}))
     assert board.newest() == 5
-    assert board.get(4) == board.get(5) == []
+    assert [board.get(version).checksums["tensor"] for version in (4, 5)] == [4, 5]
     with pytest.raises(KeyError):
         board.get(3)

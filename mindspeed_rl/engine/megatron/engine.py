@@ -19,7 +19,6 @@ from mindspeed_rl.algorithms.log_probs import vocab_parallel_log_probs
 from mindspeed_rl.checkpoint.hf import HFWeights
 from mindspeed_rl.common.errors import CheckpointError
 from mindspeed_rl.common.metric import MetricSet
-from mindspeed_rl.config.layout import pipeline_chunks
 from mindspeed_rl.config.model import ModelConfig
 from mindspeed_rl.config.schema import MegatronConfig
 from mindspeed_rl.device.base import Device
@@ -29,9 +28,11 @@ from mindspeed_rl.engine.megatron.model import build_model, data_parallel, named
 from mindspeed_rl.engine.megatron.offload import HostMemory
 from mindspeed_rl.engine.megatron.optimizer import Optimizer
 from mindspeed_rl.engine.megatron.packing import PackedMicroBatch, Part, pack
-from mindspeed_rl.resharding.export import Bucket, Topology, export_hf, plan_export
-from mindspeed_rl.resharding.layout import WeightLayout
+from mindspeed_rl.resharding.checksums import training_checksums
+from mindspeed_rl.resharding.export import Groups, export_hf
+from mindspeed_rl.resharding.layout import RolloutLayout, WeightLayout
 from mindspeed_rl.resharding.names import check_hf_names
+from mindspeed_rl.resharding.plan import ExportPlan, make_plan, planned_dtypes
 from mindspeed_rl.types import RolloutBatch
 
 
@@ -75,19 +76,14 @@ class MegatronEngine:
         first_of_stage = mpu.get_tensor_model_parallel_rank() == mpu.get_context_parallel_rank() == 0
         self.is_output_rank = last_stage and first_of_stage
 
-        self.layout = WeightLayout(
-            cfg.tensor_model_parallel_size,
-            pipeline_chunks(model.num_layers, cfg),
-            self.data_parallel_size * cfg.context_parallel_size,
-            cfg.expert_model_parallel_size,
-        )
+        self.layout = WeightLayout.configured(cfg, model, self.data_parallel_size * cfg.context_parallel_size)
         if len(self.layout.stages[0]) > 1:  # Megatron's schedules look it up; its process groups do not depend on it
             mpu.set_virtual_pipeline_model_parallel_world_size(len(self.layout.stages[0]))
         chunks = build_model(cfg, model, device, self.layout)
         self._load(chunks, weights)
         self.actor = data_parallel(cfg, chunks)
         self.optimizer = Optimizer(cfg, self.actor, total_steps)
-        self._export_plan: list[Bucket] | None = None
+        self._plans: dict[tuple[int, RolloutLayout | None], ExportPlan] = {}
         self.reference: list[GPTModel] = []
         if with_reference:
             self.reference = [chunk.requires_grad_(False) for chunk in build_model(cfg, model, device, self.layout)]
@@ -114,23 +110,37 @@ class MegatronEngine:
                 else:
                     tensor.copy_(_matching(weights, name, tensor))
 
-    def export_weights(self, bucket_bytes: int) -> Iterator[tuple[str, torch.Tensor]]:
-        """All of the actor's weights under their Hugging Face names (a collective)."""
+    def export_weights(
+        self, bucket_bytes: int, rollout: RolloutLayout | None = None
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """The actor's weights under their Hugging Face names (a collective)."""
+        plan = self._plan(bucket_bytes, rollout)
+        groups = Groups(
+            pipeline=_none_if_alone(mpu.get_pipeline_model_parallel_group()),
+            tensor=_none_if_alone(mpu.get_tensor_model_parallel_group()),
+            expert=_none_if_alone(mpu.get_expert_tensor_and_model_parallel_group()),
+            replica=_none_if_alone(mpu.get_expert_tensor_model_pipeline_parallel_group()),
+        )
+        return export_hf(self._owned_parameters(), plan, groups, self.device)
+
+    def weight_checksums(self) -> dict[str, int]:
+        """Of all Hugging Face tensors, computed on the shards (a collective; see `resharding.checksums`)."""
+        group = _none_if_alone(mpu.get_expert_tensor_model_pipeline_parallel_group())
+        return training_checksums(self._owned_parameters(), self.model_config, self.layout, dist.get_rank(), group)
+
+    def _plan(self, bucket_bytes: int, rollout: RolloutLayout | None) -> ExportPlan:
+        """Worked out once: names, shapes and dtypes stay."""
+        if (bucket_bytes, rollout) not in self._plans:
+            model, rank = self.model_config, dist.get_rank()
+            plan = make_plan(model, planned_dtypes(self.cfg, model), self.layout, rank, bucket_bytes, rollout)
+            self._plans[bucket_bytes, rollout] = plan
+        return self._plans[bucket_bytes, rollout]
+
+    def _owned_parameters(self) -> dict[str, torch.Tensor]:
+        """This rank's shards of the actor, those of experts included; not the copy of a tied embedding."""
         pp_rank, ep_rank = mpu.get_pipeline_model_parallel_rank(), mpu.get_expert_model_parallel_rank()
         owned = self.layout.owned(self.model_config, pp_rank, ep_rank)
-        parameters = {n: p.detach() for n, p in self._actor_parameters() if n in owned}
-        topology = Topology(
-            self.layout,
-            tp_rank=mpu.get_tensor_model_parallel_rank(),
-            pp_rank=pp_rank,
-            tp_group=_none_if_alone(mpu.get_tensor_model_parallel_group()),
-            pp_group=_none_if_alone(mpu.get_pipeline_model_parallel_group()),
-            ep_rank=ep_rank,
-            expert_group=_none_if_alone(mpu.get_expert_tensor_and_model_parallel_group()),
-        )
-        if self._export_plan is None:
-            self._export_plan = plan_export(parameters, self.model_config, topology, bucket_bytes)
-        return export_hf(parameters, topology, self._export_plan)
+        return {name: parameter.detach() for name, parameter in self._actor_parameters() if name in owned}
 
     def _actor_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         """The actor's parameters with their newest values, by name in the whole model."""
@@ -239,6 +249,7 @@ class MegatronEngine:
         self.optimizer.zero_grad()
         results = self._run(self.actor, batch, micro_batches, on_logits, forward_only=False)
         finalize_model_grads(self.actor)
+        self._away["optimizer"].ready()
         grad_norm, learning_rate = self.optimizer.step()
         metrics = MetricSet()
         if self.is_output_rank:
@@ -280,8 +291,13 @@ class MegatronEngine:
         self._away[part].offload(chosen)
 
     def onload(self, part: str) -> None:
-        """Bring such a part back; a no-op if it is not away."""
+        """Bring such a part back; a no-op if it is not away.
+
+        The optimizer's copies may go on beside forward and backward passes, until its state is used.
+        """
         self._away[part].onload()
+        if part != "optimizer":
+            self._away[part].ready()
 
     # ---- state ---------------------------------------------------------------------------------------------------
 
@@ -291,6 +307,7 @@ class MegatronEngine:
         # a copy: parameters are views of one buffer, and saving a view would save the whole of it
         state: dict[str, Any] = {"model": {name: tensor.detach().to("cpu", copy=True) for name, tensor in named}}
         if optimizer:
+            self._away["optimizer"].ready()
             state["optimizer"] = self.optimizer.state_dict()
         if rng:
             state["rng"] = {**self.device.rng_state(), "tracker": dict(get_cuda_rng_tracker().get_states())}
@@ -307,6 +324,7 @@ class MegatronEngine:
                 key = {"optimizer": "no_load_optim", "rng": "no_load_rng"}[part]
                 raise CheckpointError(f"the checkpoint holds no {part} state (saved without it): set {key}: true")
         self._load([chunk.module for chunk in self.actor], state["model"])
+        self._away["optimizer"].ready()
         if optimizer:
             self.optimizer.load_state_dict(state["optimizer"])
         else:

@@ -13,7 +13,7 @@ from mindspeed_rl.common.errors import ConfigError, Violation
 from mindspeed_rl.config.schema import GenerateConfig
 from mindspeed_rl.device.base import Device
 from mindspeed_rl.engine.base import Generation, GenerationRequest
-from mindspeed_rl.engine.vllm import cpu, npu
+from mindspeed_rl.engine.vllm import cpu, npu, validation
 
 
 class VllmEngine:
@@ -131,6 +131,14 @@ class VllmEngine:
         load = {"cpu": cpu.reload_weights, "npu": npu.load_weights}.get(self.device.name, _load_weights)
         self.llm.collective_rpc(load, args=(weights,))
         self.llm.reset_prefix_cache()
+
+    def differing_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
+        """What of this rank's engine has not the bits that a new engine has after loading `weights`: names.
+
+        While it is compared, the new engine's model takes as much memory as the running one.
+        """
+        (names,) = self.llm.collective_rpc(validation.differing_weights, args=(weights,))
+        return names
 
     def sleep(self) -> None:
         """Give device memory (weights, KV cache) back."""

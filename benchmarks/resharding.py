@@ -1,0 +1,165 @@
+"""Training weights on their way to rollout, beside a copy or collective of the same bytes, measured in the same run.
+
+`python benchmarks/resharding.py [--device cuda] [--model qwen25_0b5] [--layouts one tp2 pp2]`
+
+A consumer copies every tensor that it is given into memory of its own, as vLLM's loader does. Beside it stands what
+no export can beat: one copy of the weights; an all-gather, or a broadcast from each stage, of the same bytes in
+pieces of the bucket's size and a copy of what arrived.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+import yaml
+from records import ROOT, Record, cpu_name, publish
+
+from mindspeed_rl.config.model import ModelConfig
+from mindspeed_rl.config.schema import MegatronConfig
+from mindspeed_rl.device.select import make_device
+from mindspeed_rl.resharding.export import Groups, export_hf
+from mindspeed_rl.resharding.layout import WeightLayout
+from mindspeed_rl.resharding.names import parameter_table
+from mindspeed_rl.resharding.plan import ExportPlan, make_plan, planned_dtypes
+
+LAYOUTS = {"one": (1, 1), "tp2": (2, 1), "pp2": (1, 2)}  # TP, PP
+REPEATS = 5
+
+
+def load_model(name: str) -> ModelConfig:
+    """A preset."""
+    path = ROOT / "configs" / "model" / f"{name}.yaml"
+    return ModelConfig(**yaml.safe_load(path.read_text())[name])
+
+
+def fastest(device: Any, work: Callable[[], None], group: bool) -> float:
+    """Seconds of the fastest of some repetitions, after one more: the slowest rank's of each."""
+    found = []
+    for _ in range(REPEATS + 1):
+        device.synchronize()
+        if group:
+            dist.barrier()
+        start = time.perf_counter()
+        work()
+        device.synchronize()
+        seconds = torch.tensor([time.perf_counter() - start], device=device.current(), dtype=torch.float64)
+        if group:
+            dist.all_reduce(seconds, dist.ReduceOp.MAX)
+        found.append(seconds.item())
+    return min(found[1:])
+
+
+def limit_of(device: Any, plan: ExportPlan, kept: dict[str, torch.Tensor]) -> Callable[[], None]:
+    """The plain copy or collectives of the same bytes."""
+    sources = {name: torch.empty_like(tensor) for name, tensor in kept.items()} if not plan.buckets else {}
+
+    def copy() -> None:
+        for name, tensor in kept.items():
+            tensor.copy_(sources[name])
+
+    if not plan.buckets:
+        return copy
+    total = sum(tensor.nbytes for tensor in kept.values())
+    collective = plan.buckets[0].collectives[-1]
+    piece = max(bucket.receive_bytes or bucket.send_bytes for bucket in plan.buckets)
+    world, here = len(collective.ranks), device.current()
+    part = piece // world if collective.way == "all_gather" else piece
+    mine = torch.empty(part, dtype=torch.uint8, device=here)
+    arrived = torch.empty(part * world, dtype=torch.uint8, device=here)
+    target = torch.empty_like(arrived)
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+    def move() -> None:
+        for number in range(-(-total // piece)):
+            if collective.way == "all_gather":
+                gather(arrived, mine)
+                target.copy_(arrived)
+            else:
+                dist.broadcast(mine, collective.ranks[number % world])
+                target[: len(mine)].copy_(mine)
+
+    return move
+
+
+def measure(rank: int, kind: str, model_name: str, tp: int, pp: int, bucket_mb: float, folder: str) -> None:
+    """One rank of one layout; rank 0 writes what it has found."""
+    torch.set_num_threads(1)
+    device = make_device(kind)
+    device.select(rank if kind != "cpu" else 0)
+    if tp * pp > 1:
+        dist.init_process_group(
+            device.collectives_backend, init_method=f"file://{folder}/rendezvous", rank=rank, world_size=tp * pp
+        )
+    model, cfg = load_model(model_name), MegatronConfig(bf16=True)
+    layout, dtypes = WeightLayout.even(model, tp=tp, pp=pp), planned_dtypes(cfg, model)
+    plan = make_plan(model, dtypes, layout, rank, int(bucket_mb * 2**20))
+    local = {
+        name: torch.randn(parameter.local_shape(tp), dtype=dtypes[name], device=device.current())
+        for name, parameter in plan.owned.items()
+    }
+    kept = {
+        name: torch.empty(shape, dtype=dtypes[parameter.name], device=device.current())
+        for parameter in parameter_table(model)
+        for name, shape in zip(parameter.hf_names, parameter.hf_shapes, strict=True)
+    }
+    group = dist.group.WORLD if tp * pp > 1 else None
+    groups = Groups(pipeline=group if pp > 1 else None, tensor=group if tp > 1 else None, replica=group)
+
+    def export() -> None:
+        for name, tensor in export_hf(local, plan, groups, device):
+            kept[name].copy_(tensor)
+
+    seconds = fastest(device, export, tp * pp > 1)
+    device.reset_peak_memory()
+    before = device.memory_allocated()
+    export()
+    extra = device.max_memory_allocated() - before
+    limit = fastest(device, limit_of(device, plan, kept), tp * pp > 1)
+    if rank == 0:
+        total = sum(tensor.nbytes for tensor in kept.values())
+        Path(folder, "found").write_text(f"{total} {seconds} {limit} {plan.peak_bytes} {extra}")
+
+
+def main() -> None:
+    """Run and publish."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda", "npu"])
+    parser.add_argument("--model", default="qwen25_0b5")
+    parser.add_argument("--bucket-mb", type=float, default=64)
+    parser.add_argument("--layouts", nargs="+", default=list(LAYOUTS), choices=list(LAYOUTS))
+    args = parser.parse_args()
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    records = []
+    for name in args.layouts:
+        tp, pp = LAYOUTS[name]
+        with tempfile.TemporaryDirectory() as folder:
+            mp.spawn(measure, (args.device, args.model, tp, pp, args.bucket_mb, folder), nprocs=tp * pp)
+            total, seconds, limit, planned, extra = map(float, Path(folder, "found").read_text().split())
+        what = f"{args.model}, bfloat16, TP {tp}, PP {pp} to TP 1"
+        beside = "one copy" if tp * pp == 1 else "all-gather and copy" if tp > 1 else "broadcasts and copy"
+        records += [
+            Record(f"reshard.{name}_seconds", seconds, "s", limit, note=f"{what}; limit: {beside} of the same bytes"),
+            Record(f"reshard.{name}_bandwidth", total / seconds / 1e9, "GB/s", total / limit / 1e9, note=what),
+            Record(
+                f"reshard.{name}_extra_memory",
+                extra / 2**20,
+                "MiB",
+                planned / 2**20,
+                note=f"{what}; buckets of {args.bucket_mb:g} MiB; limit: what the plan states",
+            ),
+        ]
+    hardware = cpu_name() if args.device == "cpu" else f"{len(args.layouts)} layouts, {torch.cuda.get_device_name()}"
+    publish(f"resharding-{args.device}", records, hardware)
+
+
+if __name__ == "__main__":
+    main()

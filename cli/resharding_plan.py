@@ -1,0 +1,52 @@
+"""What moves when weights go from training to rollout: `python cli/resharding_plan.py --config-name … [--rank 0]`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+if __name__ == "__main__":  # run as a file: Python then searches cli/ instead of the repository
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from mindspeed_rl.common.command_line import run_command
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Arguments of the command."""
+    parser = argparse.ArgumentParser(prog="resharding_plan", description=__doc__)
+    parser.add_argument("--config-name", required=True, help="run configuration, such as grpo_trainer_tiny_cpu")
+    parser.add_argument("--config-dir", help="folder of your own configurations, searched before ours")
+    parser.add_argument("--rank", type=int, action="append", help="whose part to show, repeatable; default: all")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="change a key of the configuration")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; returns the exit code: 0, 2 for a wrong configuration, else that of the error."""
+    args = build_parser().parse_intermixed_args(argv)
+    return run_command(lambda: _run(args))
+
+
+def _run(args: argparse.Namespace) -> int:
+    from mindspeed_rl.config.compose import load_config
+    from mindspeed_rl.config.files import resolve_model
+    from mindspeed_rl.config.layout import derive_layout
+    from mindspeed_rl.resharding.layout import RolloutLayout, WeightLayout
+    from mindspeed_rl.resharding.plan import make_plan, planned_dtypes
+
+    cfg, _ = load_config(args.config_name, args.overrides, args.config_dir, files_exist=False)
+    model, layout = resolve_model(cfg), derive_layout(cfg)
+    training = WeightLayout.configured(cfg.actor, model, layout.dp * layout.cp)
+    # what leaves for other devices is exported in full
+    rollout = RolloutLayout.configured(cfg.generate_config) if layout.integrated else None
+    bucket_bytes = int(cfg.generate_config.resharding_bucket_mb * 2**20)
+    dtypes = planned_dtypes(cfg.actor, model)
+    for rank in range(layout.world) if args.rank is None else args.rank:
+        print(make_plan(model, dtypes, training, rank, bucket_bytes, rollout))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,93 @@
+"""What is on the device of an integrated worker when: in the order that takes the least memory.
+
+`BEFORE` and `AFTER` say what comes and goes around each use of the device, `steps` what that makes of an iteration,
+`peak` how much memory it takes. Nothing else decides about it; `IntegratedWorker` follows.
+
+Before rollout everything leaves that resharding does not need; then both engines' weights are there at once, which no
+order can avoid; the training weights leave before the KV cache, the largest part of rollout, comes. The reference is
+alone when its turn is, before the actor's weights are back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from mindspeed_rl.config.schema import Config
+from mindspeed_rl.workers.stages import scoring_stages
+
+Part = Literal["param", "grad", "optimizer", "reference", "rollout_weights", "kv_cache"]
+ROLLOUT: tuple[Part, ...] = ("rollout_weights", "kv_cache")
+
+
+@dataclass(frozen=True)
+class Step:
+    """Parts that come to the device, or leave it, one after the other."""
+
+    action: Literal["onload", "offload"]
+    parts: tuple[Part, ...]
+    timing: str  # what the time counts as
+
+
+_SLEEP = Step("offload", ROLLOUT, "resharding_to_train")  # vLLM's sleep takes both away
+_ACTOR = Step("onload", ("param",), "resharding_to_train")
+
+BEFORE: dict[str, tuple[Step, ...]] = {
+    "resharding": (
+        Step("offload", ("grad", "optimizer"), "offload"),
+        Step("onload", ("param", "rollout_weights"), "resharding_to_infer"),
+    ),
+    "rollout": (
+        Step("offload", ("param",), "offload"),
+        Step("onload", ("kv_cache",), "offload"),
+    ),
+    "reference": (_SLEEP, Step("onload", ("reference",), "offload")),
+    "old_log_prob": (_SLEEP, _ACTOR),
+    "update": (_SLEEP, _ACTOR, Step("onload", ("grad", "optimizer"), "offload")),
+}
+AFTER: dict[str, tuple[Step, ...]] = {"reference": (Step("offload", ("reference",), "offload"),)}
+
+
+def may_leave(config: Config, part: Part) -> bool:
+    """Whether the configuration wants a part off the device while it is not used."""
+    generate = config.generate_config
+    wanted = {
+        "param": generate.offload_train_param,
+        "grad": generate.offload_train_grad,
+        "optimizer": generate.offload_train_optimizer,
+        "reference": generate.offload_reference,
+    }
+    return wanted.get(part, True)
+
+
+def steps(config: Config) -> Iterator[Step | str]:
+    """An iteration with blocking stages: uses of the device in their order, and the steps around them."""
+    for use in ("resharding", "rollout", *scoring_stages(config), "update"):
+        yield from BEFORE[use]
+        yield use
+        yield from AFTER.get(use, ())
+
+
+def peak(sequence: Iterable[Step | str], sizes: Mapping[str, float], present: Iterable[str], config: Config) -> float:
+    """Most memory that is taken at once.
+
+    Args:
+        sequence: steps and uses in their order.
+        sizes: of parts, and what uses take beside them (activations, buckets); what is not there is 0.
+        present: parts that are there at the beginning.
+        config: says what may leave.
+    """
+    there = set(present)
+    largest = sum(sizes.get(part, 0.0) for part in there)
+    for step in sequence:
+        if isinstance(step, str):
+            largest = max(largest, sum(sizes.get(part, 0.0) for part in there) + sizes.get(f"use {step}", 0.0))
+            continue
+        for part in step.parts:
+            if step.action == "onload":
+                there.add(part)
+            elif may_leave(config, part):
+                there.discard(part)
+            largest = max(largest, sum(sizes.get(part, 0.0) for part in there))
+    return largest
