@@ -60,8 +60,12 @@ class TrainingWorker(Worker):
         return self.context.report(timings, metrics)
 
     def save(self, root: str, iteration: int) -> None:
-        """Write this rank's part of a checkpoint that the driver has begun and will commit."""
+        """Write this rank's part of a checkpoint that the driver has begun; with `async_save`, begin to write it."""
         self.training.save(root, iteration)
+
+    def finish_save(self) -> None:
+        """Wait for the part that `save` has begun to write."""
+        self.training.writer.wait()
 
     def enter_training(self, timings: Timings, *parts: str) -> None:
         """Bring weights and `parts` back to a device that another role has used. Here none does."""
