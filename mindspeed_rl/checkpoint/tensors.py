@@ -221,11 +221,11 @@ class _Pieces(LoadPlanner):
         plan = []
         for name, pieces in self._pieces.items():
             stored = self._stored.get(name)
-            shape = None if stored is None else tuple(stored.size)
             for piece in pieces:
-                if piece.shape != shape:
-                    found = "nothing" if shape is None else f"shape {shape}"
+                if stored is None or piece.shape != tuple(stored.size):
+                    found = "nothing" if stored is None else f"shape {tuple(stored.size)}"
                     raise CheckpointError(f"{self.folder} has {found} for {name}, expected shape {piece.shape}")
+            assert stored is not None
             items = create_read_items_for_chunk_list(name, stored, [_chunk(piece) for piece in pieces])
             assert sum(prod(item.lengths) for item in items) == sum(piece.data.numel() for piece in pieces)
             plan += items

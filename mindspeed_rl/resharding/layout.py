@@ -101,7 +101,7 @@ class WeightLayout:
         tp_rank, pp_rank, replica = self.coordinates(rank)
         owned = self.owned(model, pp_rank, self.expert_rank(replica))
         mine = {name: p for name, p in owned.items() if p.tp_dim is not None or tp_rank == 0}
-        written = {}
+        written: dict[str, range] = {}
         for of_experts in (False, True):
             chosen = {n: p for n, p in mine.items() if self.is_expert_parallel(p) == of_experts}
             sizes = [prod(parameter.local_shape(self.tp)) for parameter in chosen.values()]

@@ -54,7 +54,7 @@ def prepare(config: Config) -> Inputs:
     actor = config.actor
     model, layout = resolve_model(config), derive_layout(config)
     source, state = choose_source(config)
-    for folder in {source.weights, source.state} - {None}:
+    for folder in filter(None, {source.weights, source.state}):
         names = HFWeights(folder).names if is_hf_folder(folder) else CheckpointReader(folder).weight_names
         check_hf_names(model, names)
     RewardManager(config.rl_config).close()  # verifiers load, or say why not

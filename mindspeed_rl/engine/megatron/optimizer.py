@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -127,7 +127,7 @@ class Optimizer:
         of_groups = [group for member in self._members() for group in member.optimizer.param_groups]
         return max((int(count["step"]) for count in (*of_parameters, *of_groups) if "step" in count), default=0)
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned. If there were steps, `shards` then have moments, to be filled."""
         steps = state["adam_steps"]
         for member in self._members():

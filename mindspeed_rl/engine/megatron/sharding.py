@@ -62,7 +62,7 @@ def pieces_to_write(sharding: Sharding, optimizer: Optimizer | None) -> list[Pie
     """This rank's share of weights and, if given, optimizer state: all ranks together have everything once."""
     shares = sharding.layout.written(sharding.model, dist.get_rank())
     held = sharding.held
-    pieces = []
+    pieces: list[Piece] = []
     for name, share in shares.items():
         elements = _flat(sharding.parameters[name])[share.start : share.stop]
         pieces += sharding.pieces(WEIGHTS, held[name], elements, share.start, LARGEST)
