@@ -2,12 +2,14 @@
 
     root/latest                 name of the newest complete checkpoint
     root/iter_0000012/          one checkpoint
-        rank_00000.pt …         state of each rank: model, optimizer, scheduler, random numbers
+        tensors/                weights and optimizer state under Hugging Face names, for any layout (`tensors.py`)
+        rank_00000.pt …         small state of each rank: learning-rate schedule, random numbers
         trainer.json            state of the driver: iteration, data position, KL controller, layout, versions
         hf/                     config.json and tokenizer files of the model, if given; its weights, if asked for
         manifest.json           size and SHA-256 of every file above; written last
 
-All ranks write into `root/.tmp-iter_0000012`. When they are done the driver commits: manifest, rename, `latest`.
+All ranks write into `root/.tmp-iter_0000012`, each a `rank_00000.written` when it is done. When all are the driver
+commits: `.metadata` of the tensors, manifest, rename, `latest`.
 Only one run may write to a root; the root is on storage that all ranks share.
 """
 
@@ -18,27 +20,41 @@ import os
 import pickle
 import shutil
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cached_property
 from pathlib import Path
-from typing import IO, Any, BinaryIO, Protocol, cast
+from typing import IO, Any, Protocol, cast
 
 import torch
 
 from mindspeed_rl.checkpoint.files import copy_hf_files, fsync_path, read_json, write_file, write_json
+from mindspeed_rl.checkpoint.hf import add_hf_weights
+from mindspeed_rl.checkpoint.tensors import (
+    METADATA,
+    HashingFile,
+    Piece,
+    StoredTensors,
+    Written,
+    complete,
+    file_name,
+    write_pieces,
+)
 from mindspeed_rl.common.errors import CheckpointError
 from mindspeed_rl.common.versions import package_versions
 from mindspeed_rl.config.files import HF_FOLDER, LATEST, MANIFEST
 from mindspeed_rl.config.model import ModelConfig
 
-FORMAT = 1
-TRAINER = "trainer.json"
+FORMAT = 2
+TRAINER, TENSORS = "trainer.json", "tensors"
+WEIGHTS = "model."  # what the names of the model's weights begin with among the tensors
 RETIRED = ".old-"  # prefix of a checkpoint while another of the same iteration takes its place
+WRITTEN, FAILED = ".written", ".failed"  # suffixes of what a rank tells the driver while a checkpoint is pending
 # What torch.load(weights_only=True) reads without exceptions to the rule; nothing else may be in a rank's state.
 PLAIN_TYPES = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device)
 
 
 class ParallelSizes(Protocol):
-    """What a checkpoint records of a parallel layout, and compares when it is loaded."""
+    """What a checkpoint records of a parallel layout. What belongs to single ranks goes on only in the same one."""
 
     @property
     def world(self) -> int: ...
@@ -81,16 +97,18 @@ class CheckpointStore:
             shutil.rmtree(retired) if replacement.exists() else os.replace(retired, replacement)
         pending = self._pending(iteration)
         pending.mkdir()
+        (pending / TENSORS).mkdir()
         if self.hf_folder is not None:
             (pending / HF_FOLDER).mkdir()
             copy_hf_files(Path(self.hf_folder), pending / HF_FOLDER)
             fsync_path(pending / HF_FOLDER)
 
-    def write_rank(self, iteration: int, rank: int, state: Mapping[str, Any]) -> None:
-        """Worker: write a rank's state, after `begin` and before `commit`.
+    def write_rank(self, iteration: int, rank: int, pieces: Iterable[Piece], state: Mapping[str, Any]) -> None:
+        """Worker: write a rank's part, after `begin` and before `commit`.
 
         Args:
-            state: nested dicts, lists and tuples of tensors and plain Python values (`PLAIN_TYPES`).
+            pieces: this rank's share of the tensors; consumed one by one.
+            state: nested dicts, lists and tuples of small tensors and plain Python values (`PLAIN_TYPES`).
 
         Raises:
             CheckpointError: `begin` was not called, or a value could not be read back safely; names its key.
@@ -100,50 +118,90 @@ class CheckpointStore:
             raise CheckpointError(f"{pending} does not exist: checkpoint {iteration} was not begun on this storage")
         path = pending / _rank_file(rank)
         with path.open("wb") as file:
-            hashing = _HashingFile(file)
+            hashing = HashingFile(file)
             torch.save(_storable(state, "state"), cast(IO[bytes], hashing))
-            file.flush()
-            os.fsync(file.fileno())
-        write_json(path.with_suffix(".json"), hashing.record())
+            hashing.sync()
+        written = write_pieces(pending / TENSORS / file_name(rank), pieces)
+        _note(path.with_suffix(WRITTEN), pickle.dumps((written, hashing.record())))
+
+    def report_failure(self, iteration: int, rank: int, error: BaseException) -> None:
+        """Worker: tell the driver, which may not be waiting for this rank, that `write_rank` has failed."""
+        _note((self._pending(iteration) / _rank_file(rank)).with_suffix(FAILED), repr(error).encode())
+
+    def is_written(self, iteration: int) -> bool:
+        """Driver: whether all ranks have written their parts.
+
+        Raises:
+            CheckpointError: one has reported a failure.
+        """
+        for path in self._pending(iteration).glob(f"*{FAILED}"):
+            reason = path.read_text(encoding="utf-8")
+            raise CheckpointError(f"checkpoint {iteration} could not be written: {path.stem}: {reason}")
+        return not self._missing(iteration)
+
+    def _missing(self, iteration: int) -> list[str]:
+        assert self.layout is not None, "the driver's store knows the layout"
+        ranks = [_rank_file(rank) for rank in range(self.layout.world)]
+        return [file for file in ranks if not (self._pending(iteration) / file).with_suffix(WRITTEN).is_file()]
 
     def commit(
-        self, iteration: int, trainer_state: Mapping[str, Any], attachments: Mapping[str, Any] | None = None
+        self,
+        iteration: int,
+        trainer_state: Mapping[str, Any],
+        attachments: Mapping[str, Any] | None = None,
+        hf_weights: bool = False,
     ) -> Path:
         """Driver: make the checkpoint visible once all ranks have written.
 
         Args:
             trainer_state: JSON values (string keys). Model, layout and versions are added to it.
             attachments: further objects, each pickled to a file of its name.
+            hf_weights: complete `hf` with the weights, read from the tensors; a file of them is in memory at a time.
 
         Returns:
             The checkpoint's folder.
 
         Raises:
-            CheckpointError: ranks have not written; lists them.
+            CheckpointError: ranks have not written, or not all of a tensor; lists them.
         """
-        assert self.layout is not None, "the driver's store knows the layout"
         pending, target = self._pending(iteration), self.root / _name(iteration)
-        ranks = [_rank_file(rank) for rank in range(self.layout.world)]
-        missing = [file for file in ranks if not (pending / file).with_suffix(".json").is_file()]
-        if missing:
+        if missing := self._missing(iteration):
             raise CheckpointError(f"checkpoint {iteration} cannot be completed: {', '.join(missing)} not written")
+        files = self._complete_tensors(pending)
+        assert self.layout is not None
         described = {
             "model": self.model.model_dump() if self.model else None,
             "layout": _sizes(self.layout),
             "versions": package_versions(),
         }
         write_json(pending / TRAINER, {"iteration": iteration, **trainer_state, **described})
-        files = {file: read_json((pending / file).with_suffix(".json")) for file in ranks}
         attached = [pending / name for name in attachments or {}]
         for path, content in zip(attached, (attachments or {}).values(), strict=True):
             write_file(path, pickle.dumps(content))
+        if hf_weights:
+            add_hf_weights(pending / HF_FOLDER, _weights(StoredTensors(pending / TENSORS)))
         for path in [pending / TRAINER, *attached, *sorted((pending / HF_FOLDER).glob("*"))]:
             files[str(path.relative_to(pending))] = _file_record(path)
-        for file in ranks:
-            (pending / file).with_suffix(".json").unlink()
         write_json(pending / MANIFEST, {"format": FORMAT, "files": files})
         self._publish(pending, target)
         return target
+
+    def _complete_tensors(self, pending: Path) -> dict[str, dict[str, Any]]:
+        """Write `.metadata` of what the ranks have written; records of the files of both, by name."""
+        files, parts = {}, []
+        assert self.layout is not None
+        for rank in range(self.layout.world):
+            note = (pending / _rank_file(rank)).with_suffix(WRITTEN)
+            written: Written
+            written, files[_rank_file(rank)] = pickle.loads(note.read_bytes())
+            files[f"{TENSORS}/{file_name(rank)}"] = written.record
+            parts.append(written)
+        complete(pending / TENSORS, parts)
+        for note in pending.glob(f"*{WRITTEN}"):
+            note.unlink()
+        fsync_path(pending / TENSORS)
+        files[f"{TENSORS}/{METADATA}"] = _file_record(pending / TENSORS / METADATA)
+        return files
 
     def _publish(self, pending: Path, target: Path) -> None:
         """Rename into place and point `latest` there. An older checkpoint of the name stays until that is done."""
@@ -169,10 +227,6 @@ class CheckpointStore:
                 gone = self.root / f".tmp-gone-{path.name}"  # what is left of it if stopped here, `begin` removes
                 os.replace(path, gone)
                 shutil.rmtree(gone)
-
-    def hf_weights(self, iteration: int) -> Path:
-        """Worker: folder for Hugging Face weights in a checkpoint that the driver has begun and will commit."""
-        return self._pending(iteration) / HF_FOLDER
 
     def latest(self) -> Path | None:
         """Folder of the newest complete checkpoint; None if there is none.
@@ -211,7 +265,7 @@ class CheckpointStore:
 
 
 class CheckpointReader:
-    """A complete checkpoint's folder: `trainer` state now, rank states on demand.
+    """A complete checkpoint's folder: `trainer` state now, tensors and ranks' state on demand.
 
     Raises:
         CheckpointError: it does not exist, was never completed, or a file of it is missing, truncated or corrupt.
@@ -227,7 +281,10 @@ class CheckpointReader:
         if not isinstance(manifest, dict) or not isinstance(manifest.get("files"), dict):
             raise CheckpointError(f"{self.path / MANIFEST} is corrupt: it lists no files")
         if manifest.get("format") != FORMAT:
-            raise CheckpointError(f"{self.path} has format {manifest.get('format')!r}; this version reads {FORMAT}")
+            hint = "format 1 can be converted to a Hugging Face folder by the version that wrote it"
+            raise CheckpointError(
+                f"{self.path} has format {manifest.get('format')!r}; this version reads {FORMAT} ({hint})"
+            )
         self._files: dict[str, dict[str, Any]] = manifest["files"]
         for name in self._files:
             self._check_size(name)
@@ -237,7 +294,7 @@ class CheckpointReader:
     @property
     def layout(self) -> dict[str, int]:
         """The layout that wrote the checkpoint: the sizes `world`, `tp`, `pp`, `dp` and `ep`."""
-        return {"ep": 1, **self.trainer["layout"]}  # checkpoints from before there were experts do not say
+        return self.trainer["layout"]
 
     @property
     def model(self) -> ModelConfig | None:
@@ -250,24 +307,47 @@ class CheckpointReader:
         folder = self.path / HF_FOLDER
         return folder if folder.is_dir() else None
 
-    def load_rank(self, rank: int, layout: ParallelSizes | None = None, mmap: bool = False) -> dict[str, Any]:
-        """A rank's state, on the CPU, after checking its file's content.
-
-        Args:
-            layout: the layout to load into; None for readers that take any.
-            mmap: leave tensors in the file until they are used.
+    @cached_property
+    def tensors(self) -> StoredTensors:
+        """The tensors; of their files only `.metadata` has been checked (see `check_tensors`).
 
         Raises:
-            CheckpointError: another layout wrote the checkpoint (names both), or the file is corrupt.
+            CheckpointError: `.metadata` is corrupt.
         """
-        if layout is not None:
-            self.check_layout(layout)
-        name = _rank_file(rank)
-        if name not in self._files:
-            raise CheckpointError(f"{self.path} has no rank {rank}: layout {self.layout} wrote it")
-        self._check_size(name)
+        self._check_content(f"{TENSORS}/{METADATA}")
+        return StoredTensors(self.path / TENSORS)
+
+    @property
+    def weight_names(self) -> list[str]:
+        """Hugging Face names of the model's weights."""
+        return [name.removeprefix(WEIGHTS) for name in self.tensors.names(WEIGHTS)]
+
+    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Hugging Face names and whole tensors of the model's weights, read one by one."""
+        return _weights(self.tensors)
+
+    def check_tensors(self, part: int = 0, parts: int = 1) -> None:
+        """Check the content of every `parts`-th file of tensors: together, `parts` ranks check each once.
+
+        Raises:
+            CheckpointError: a file is corrupt.
+        """
+        for name in sorted(name for name in self._files if name.startswith(f"{TENSORS}/"))[part::parts]:
+            self._check_content(name)
+
+    def load_rank(self, rank: int, layout: ParallelSizes) -> dict[str, Any]:
+        """A rank's small state, on the CPU, after checking its file's content.
+
+        In another layout than the one that wrote it, it is that of rank 0, without what belongs to a rank (`rng`).
+
+        Raises:
+            CheckpointError: the file is corrupt.
+        """
+        is_same = _sizes(layout) == self.layout
+        name = _rank_file(rank if is_same else 0)
         self._check_content(name)
-        return torch.load(self.path / name, map_location="cpu", weights_only=True, mmap=mmap)
+        state = torch.load(self.path / name, map_location="cpu", weights_only=True)
+        return state if is_same else {key: value for key, value in state.items() if key != "rng"}
 
     def attachment(self, name: str) -> Any:
         """The object in a further file, which this trainer has pickled: only open checkpoints that you trust.
@@ -282,14 +362,6 @@ class CheckpointReader:
             return pickle.loads((self.path / name).read_bytes())
         except (pickle.UnpicklingError, AttributeError, ImportError, TypeError) as error:
             raise CheckpointError(f"{self.path / name} cannot be read by this version: {error}") from error
-
-    def check_layout(self, layout: ParallelSizes) -> None:
-        """Raise `CheckpointError`, naming both, if another layout wrote the checkpoint."""
-        if _sizes(layout) != self.layout:
-            raise CheckpointError(
-                f"{self.path} was written by layout {self.layout} and cannot be loaded into layout {_sizes(layout)}: "
-                "use the same layout, or convert the weights to a Hugging Face folder and load that"
-            )
 
     def _check_size(self, name: str) -> None:
         path, expected = self.path / name, self._files[name]["bytes"]
@@ -319,9 +391,15 @@ def open_checkpoint(path: str | Path) -> CheckpointReader:
     return CheckpointReader(CheckpointStore.find(path))
 
 
-def load_rank(path: str | Path, rank: int, layout: ParallelSizes) -> dict[str, Any]:
-    """Worker: a rank's state of `open_checkpoint(path)`."""
-    return open_checkpoint(path).load_rank(rank, layout)
+def _weights(tensors: StoredTensors) -> Iterator[tuple[str, torch.Tensor]]:
+    return ((name.removeprefix(WEIGHTS), tensors.tensor(name)) for name in tensors.names(WEIGHTS))
+
+
+def _note(path: Path, content: bytes) -> None:
+    """A file for the driver of this run, that appears whole; no later run will look for it, whatever happens."""
+    unfinished = path.with_name(f".{path.name}")
+    unfinished.write_bytes(content)
+    os.replace(unfinished, path)
 
 
 def _name(iteration: int) -> str:
@@ -358,24 +436,6 @@ def _plain(value: Any, where: str) -> Any:
     if type(value) not in PLAIN_TYPES:
         raise CheckpointError(f"{where} is a {type(value).__qualname__}: only tensors and plain values can be saved")
     return value
-
-
-class _HashingFile:
-    """What torch.save writes to: passes bytes on and keeps their number and SHA-256."""
-
-    def __init__(self, file: BinaryIO):
-        self._file, self._digest, self._bytes = file, hashlib.sha256(), 0
-
-    def write(self, data: Any) -> int:
-        self._digest.update(data)
-        self._bytes += len(data)
-        return self._file.write(data)
-
-    def flush(self) -> None:
-        self._file.flush()
-
-    def record(self) -> dict[str, Any]:
-        return {"bytes": self._bytes, "sha256": self._digest.hexdigest()}
 
 
 def _file_record(path: Path) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 
 PACKAGES = (
@@ -19,6 +20,7 @@ PACKAGES = (
 )
 
 
+@cache
 def package_versions() -> dict[str, str]:
     """Versions of Python and of those of `PACKAGES` that are installed."""
     versions = {"python": platform.python_version()}

@@ -99,9 +99,9 @@ def resume_needs_save(cfg: Config) -> Found:
         yield Violation(actor_path(cfg, "resume"), "auto", "resumes from the folder `save`, which is not set", hint)
 
 
-@rule("actor.keep_last", "actor.save_hf", "actor.save")
+@rule("actor.keep_last", "actor.save_hf", "actor.async_save", "actor.save")
 def checkpoint_keys_are_used(cfg: Config) -> Found:
-    for key in ("keep_last", "save_hf"):
+    for key in ("keep_last", "save_hf", "async_save"):
         if getattr(cfg.actor, key) and not cfg.actor.save:
             message = "is about checkpoints, and save is not set"
             yield Violation(

@@ -114,17 +114,22 @@ class MegatronConfig(Section):
     # checkpoints
     load: str | None = Field(
         None,
-        description="Hugging Face folder, or a checkpoint of this trainer made with the same layout as the run",
+        description="Hugging Face folder, or a checkpoint of this trainer, whatever layout it was made with",
     )
     save: str | None = Field(None, description="folder for checkpoints; null: save none")
     keep_last: Count | None = Field(None, description="newest checkpoints to keep in `save`; null: all of them")
     save_hf: Switch = Field(
         False, description="put the weights as a Hugging Face folder into every checkpoint too, under `hf`"
     )
+    async_save: Switch = Field(
+        False,
+        description="write checkpoints while training goes on, from a copy of the state in host memory; "
+        "one at a time, and the last one is waited for",
+    )
     resume: Literal["auto", "never"] = Field("never", description="auto: go on from the newest checkpoint in `save`")
     finetune: Switch = Field(
         False,
-        description="take only the weights from `load` (still of the same layout): iteration, data start afresh",
+        description="take only the weights from `load`: iteration, data start afresh",
     )
     no_load_optim: Switch = Field(
         False, description="do not load optimizer and scheduler state, neither from `load` nor on `resume`"

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
+from mindspeed_rl.checkpoint.tensors import Piece, StoredTensors
 from mindspeed_rl.common.metric import MetricSet
 from mindspeed_rl.resharding.layout import RolloutLayout
 from mindspeed_rl.types import RolloutBatch
@@ -89,15 +90,21 @@ class TrainingEngine(Protocol):
     def onload(self, part: str) -> None:
         """Bring such a part back; a no-op if it is not away."""
 
-    def state_dict(self, optimizer: bool, rng: bool) -> dict[str, Any]:
-        """This rank's state, as tensors and plain Python values."""
+    def pieces(self, optimizer: bool) -> list[Piece]:
+        """This rank's share of weights and, if asked for, optimizer state; memory in use, not copies."""
 
-    def load_state_dict(self, state: dict[str, Any], optimizer: bool, rng: bool) -> None:
-        """Restore what `state_dict` returned.
+    def rank_state(self, optimizer: bool, rng: bool) -> dict[str, Any]:
+        """Small state beside the pieces, as tensors and plain Python values."""
+
+    def load_state(self, tensors: StoredTensors, state: Mapping[str, Any], optimizer: bool) -> None:
+        """Restore what ranks of this or any other layout wrote of `pieces`, and `rank_state` of one of them.
 
         Raises:
-            CheckpointError: it belongs to another model or layout, or a part that was asked for is not there.
+            CheckpointError: it is of another model, or the optimizer's part was asked for and is not there.
         """
+
+    def load_rng(self, state: Mapping[str, Any], iteration: int) -> None:
+        """Restore the generators' state, or if there is none because it was of another layout, seed them anew."""
 
 
 class GenerationEngine(Protocol):

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from math import prod
 
 from mindspeed_rl.common.errors import CheckpointError
 from mindspeed_rl.config.layout import Chunks, pipeline_chunks
@@ -91,6 +94,24 @@ class WeightLayout:
             held[TIED_OUTPUT.megatron] = make_parameter(TIED_OUTPUT, model)
         return held
 
+    def written(self, model: ModelConfig, rank: int) -> dict[str, range]:
+        """What a rank writes of the parameters it owns, as indices into its flattened shards.
+
+        All ranks together write every element of the model once. Ranks that hold the same parameters write equally
+        many elements of them; those that tensor-parallel ranks do not divide, which are small, the first one writes.
+        """
+        tp_rank, pp_rank, replica = self.coordinates(rank)
+        owned = self.owned(model, pp_rank, self.expert_rank(replica))
+        mine = {name: p for name, p in owned.items() if p.tp_dim is not None or tp_rank == 0}
+        written: dict[str, range] = {}
+        for of_experts in (False, True):
+            chosen = {n: p for n, p in mine.items() if (p.expert is not None) == of_experts}
+            sizes = [prod(parameter.local_shape(self.tp)) for parameter in chosen.values()]
+            sharing = self.ep if of_experts else 1
+            ranges = equal_part(sizes, replica // sharing, self.dp // sharing)
+            written.update(zip(chosen, ranges, strict=True))
+        return written
+
 
 @dataclass(frozen=True)
 class RolloutLayout:
@@ -125,3 +146,13 @@ class RolloutLayout:
         experts = self.experts(model, rank)
         taken = (p for p in parameter_table(model) if p.expert is None or p.expert in experts)
         return {name for parameter in taken for name in parameter.hf_names}
+
+
+def equal_part(sizes: Sequence[int], part: int, parts: int) -> list[range]:
+    """Of things laid end to end and cut into `parts` equal parts: what of each is in one of them, maybe nothing."""
+    total = sum(sizes)
+    cuts = total * part // parts, total * (part + 1) // parts
+    starts = [end - size for end, size in zip(accumulate(sizes), sizes, strict=True)]
+    return [
+        range(*(min(max(cut - start, 0), size) for cut in cuts)) for start, size in zip(starts, sizes, strict=True)
+    ]

@@ -14,6 +14,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from math import prod
 from typing import Any, Literal, Protocol
 
 import torch
@@ -143,6 +144,17 @@ class TensorReader(Protocol):
 
 
 @dataclass(frozen=True)
+class Slab:
+    """A rectangle of a Hugging Face tensor whose elements follow each other, row by row, in a rank's shard."""
+
+    name: str  # of the Hugging Face tensor
+    shape: Shape  # of that whole tensor
+    offsets: Shape  # of the rectangle in it
+    sizes: Shape
+    start: int  # index of its first element in the flattened shard
+
+
+@dataclass(frozen=True)
 class Parameter:
     """One parameter of the whole model.
 
@@ -216,6 +228,29 @@ class Parameter:
             for name, tensor, shape in zip(self.hf_names, tensors, self.hf_shapes, strict=True)
         ]
 
+    def slabs(
+        self, tp_rank: int, tp_size: int, start: int = 0, stop: int | None = None, most: int = 2**62
+    ) -> Iterator[Slab]:
+        """The rectangles that elements `start` to `stop` of a flattened shard consist of, in order.
+
+        Vocabulary padding belongs to none. A slab has at most `most` elements, or one row if that is more.
+        """
+        pieces, groups = self._piece_shapes(tp_size), self._local_groups(tp_size)
+        width = prod(pieces[0][1:])
+        stop = prod(self.local_shape(tp_size)) if stop is None else stop
+        top = 0  # row of the shard in which the next run of rows begins
+        for group in range(groups):
+            for name, full, piece in zip(self.hf_names, self.hf_shapes, pieces, strict=True):
+                rows = piece[0] // groups
+                first_row = group * rows + (tp_rank * piece[0] if self.tp_dim == 0 else 0)
+                first_column = tp_rank * piece[1] if self.tp_dim == 1 else 0
+                end = (top + min(rows, full[0] - first_row)) * width
+                for at, height, columns in _rectangles(max(start, top * width), min(stop, end), width, most):
+                    row, column = divmod(at - top * width, width)
+                    offsets = (first_row + row, first_column + column)
+                    yield Slab(name, full, offsets[: len(full)], (height, columns)[: len(full)], at)
+                top += rows
+
     def _cut_and_merge(
         self, sources: Sequence[Any], shapes: Sequence[Shape], tp_rank: int, tp_size: int
     ) -> torch.Tensor:
@@ -271,6 +306,19 @@ def _split(merged: torch.Tensor, rows: list[int], groups: int) -> list[torch.Ten
         return [merged]
     pieces = merged.unflatten(0, (groups, -1)).split([count // groups for count in rows], dim=1)
     return [piece.flatten(0, 1) for piece in pieces]
+
+
+def _rectangles(start: int, stop: int, width: int, most: int) -> Iterator[tuple[int, int, int]]:
+    """(first index, rows, columns) of what the indices `start` to `stop` cover of rows of `width` elements.
+
+    Rows that are covered in part stand alone, before and after the whole ones.
+    """
+    while start < stop:
+        whole_rows = 0 if start % width else (stop - start) // width
+        rows = min(whole_rows, max(1, most // width)) or 1
+        columns = width if whole_rows else min(width - start % width, stop - start)
+        yield start, rows, columns
+        start += rows * columns
 
 
 def parameter_table(model: ModelConfig) -> list[Parameter]:

@@ -19,6 +19,7 @@ from mindspeed_rl.data.sampler import permutation
 from mindspeed_rl.metrics.loggers import MetricLogger
 from mindspeed_rl.trainer.inputs import Inputs, generation_keys
 from mindspeed_rl.trainer.report import StepReport
+from mindspeed_rl.trainer.saver import Saver
 from mindspeed_rl.trainer.trace import Trace
 from mindspeed_rl.transfer_dock.spec import Selection, TransferDock
 from mindspeed_rl.workers.fleet import Fleet
@@ -35,6 +36,7 @@ class GRPOTrainer:
         config: the run's configuration.
         inputs: data, layout, checkpoints: what the run reads and where it goes on.
         fleet: the workers, started.
+        saver: takes checkpoints; None: there are none.
         reward: handle of the reward worker (a Ray actor).
         dock: the sample plane between all of them.
         loggers: where metrics go.
@@ -46,14 +48,15 @@ class GRPOTrainer:
         config: Config,
         inputs: Inputs,
         fleet: Fleet,
+        saver: Saver | None,
         reward: Any,
         dock: TransferDock,
         loggers: Sequence[MetricLogger],
         trace: Trace | None = None,
     ):
         self.config, self.rl = config, config.rl_config
-        self.inputs, self.layout, self.sampler, self.store = inputs, inputs.layout, inputs.sampler, inputs.store
-        self.fleet, self.reward, self.dock, self.loggers = fleet, reward, dock, loggers
+        self.inputs, self.layout, self.sampler = inputs, inputs.layout, inputs.sampler
+        self.fleet, self.saver, self.reward, self.dock, self.loggers = fleet, saver, reward, dock, loggers
         self.watch, self.trace = fleet.watch, trace
         self.kl_controller = make_kl_controller(self.rl)
         self.iteration = inputs.completed  # the next one to run, counted from 0; users see steps, counted from 1
@@ -75,6 +78,8 @@ class GRPOTrainer:
             self.iteration += 1
             self._save_if_due(report)
             self._log(report, kl_coef)
+        if self.saver:
+            self.saver.wait()
 
     def _train_iteration(self, kl_coef: float, report: StepReport) -> None:
         report.add(self.fleet.sync_weights(self.iteration))
@@ -158,14 +163,12 @@ class GRPOTrainer:
     def _save_if_due(self, report: StepReport) -> None:
         actor = self.config.actor
         due = self.iteration % actor.save_interval == 0 or self.iteration == actor.train_iters
-        if self.store and due:
+        if self.saver and due:
             with report.timings("save"):
-                self.store.begin(self.iteration)
-                self.watch.wait(self.fleet.save(str(self.store.root), self.iteration))
                 carried = {DOCK: self.dock.snapshot()} if self._carried else None
-                self.store.commit(self.iteration, self.state_dict(), carried)
-                if actor.keep_last is not None:
-                    self.store.retain(actor.keep_last, self.inputs.source.weights)
+                self.saver.save(self.iteration, self.state_dict(), carried)
+        elif self.saver:
+            self.saver.check()
 
     def _load_state(self, state: dict[str, Any]) -> None:
         self.kl_controller.load_state_dict(state["kl_controller"])

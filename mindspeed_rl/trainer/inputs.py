@@ -54,12 +54,9 @@ def prepare(config: Config) -> Inputs:
     actor = config.actor
     model, layout = resolve_model(config), derive_layout(config)
     source, state = choose_source(config)
-    if is_hf_folder(source.weights):
-        check_hf_names(model, HFWeights(source.weights).names)
-    else:
-        CheckpointReader(source.weights).check_layout(layout)
-    if source.state is not None:
-        CheckpointReader(source.state).check_layout(layout)
+    for folder in filter(None, {source.weights, source.state}):
+        names = HFWeights(folder).names if is_hf_folder(folder) else CheckpointReader(folder).weight_names
+        check_hf_names(model, names)
     RewardManager(config.rl_config).close()  # verifiers load, or say why not
     trust = config.generate_config.trust_remote_code
     tokenizer = load_tokenizer(actor.tokenizer_name_or_path or source.hf_folder, trust)
@@ -79,7 +76,7 @@ def prepare(config: Config) -> Inputs:
 
 def generation_keys(config: Config) -> dict[str, Any]:
     """Keys that shape an iteration in the TransferDock, and the values that unfinished responses depend on."""
-    rl, generate = config.rl_config, config.generate_config
+    rl = config.rl_config
     names = (
         "partial_rollout_max_split",
         "partial_rollout_threshold",
@@ -91,13 +88,10 @@ def generation_keys(config: Config) -> dict[str, Any]:
         "balance_batch",
         "epochs",
     )
-    resource = rl.rollout_resource
     return {
         **{f"rl_config.{name}": getattr(rl, name) for name in names},
         actor_path(config, "global_batch_size"): config.actor.global_batch_size,
         "rl_config.init_kl_coef": rl.init_kl_coef > 0,
-        "rl_config.rollout_resource.num_npus": resource.num_npus if resource else None,
-        "generate_config.infer_tensor_parallel_size": generate.infer_tensor_parallel_size,
     }
 
 

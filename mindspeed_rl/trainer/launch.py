@@ -24,6 +24,7 @@ from mindspeed_rl.metrics.loggers import make_loggers
 from mindspeed_rl.trainer.grpo_trainer import GRPOTrainer
 from mindspeed_rl.trainer.inputs import Inputs, prepare, stop_tokens
 from mindspeed_rl.trainer.run_folder import RunFolder, default_run_name
+from mindspeed_rl.trainer.saver import Saver
 from mindspeed_rl.trainer.trace import Trace
 from mindspeed_rl.transfer_dock.ray_dock import RayTransferDock
 from mindspeed_rl.workers.fleet import make_fleet
@@ -79,7 +80,10 @@ def _train(config: Config, inputs: Inputs, folder: RunFolder, stack: ExitStack) 
     trace = Trace(folder.path / "trace.json") if config.trace else None
     if trace is not None:
         stack.callback(trace.close)
-    GRPOTrainer(config, inputs, fleet, reward, dock, loggers, trace).fit()
+    saver = Saver(config, inputs.store, fleet, inputs.source.weights) if inputs.store else None
+    if saver is not None:
+        stack.push(saver.close)
+    GRPOTrainer(config, inputs, fleet, saver, reward, dock, loggers, trace).fit()
 
 
 def _close(reward: Any) -> None:

@@ -164,7 +164,8 @@ class Progress:
         dealt = self.queue.dealt if isinstance(self.queue, OrderedQueue) else None
         balanced = None if dealt is None else (self.queue.owner.copy(), dealt.copy())  # type: ignore[attr-defined]
         binding = None if self._arguments[5] is None else self._bound_rows()
-        return {"acked_by": self.acked_by.copy(), "balanced": balanced, "bound": binding}
+        state = {"acked_by": self.acked_by.copy(), "balanced": balanced, "bound": binding}
+        return {**state, "shares": self.spec.shares}
 
     def _bound_rows(self) -> np.ndarray:
         assert self.order is not None
@@ -174,22 +175,27 @@ class Progress:
     def rebuild(self, state: dict[str, Any], locations: np.ndarray, out: dict[int, list[int]]) -> Progress:
         """A fresh object with this one's arguments, `state`, and the needed columns' locations [columns, rows].
 
+        The state may be of other shares. What they have done then counts for those that would do it now.
+
         out: units that stay handed out, by share.
         """
+        acked_by, balanced = state["acked_by"], state["balanced"]
+        if state.get("shares", self.spec.shares) != self.spec.shares:
+            acked_by, balanced = np.where(acked_by > 0, self.owner + 1, 0), None
         rows, group, block_rows, order, keep_order, selected, deal_out = self._arguments
         fresh = Progress(self.name, self.spec, rows, group, block_rows, order, keep_order, selected, deal_out)
         taken = np.zeros(len(fresh.missing), bool)
         for units in out.values():
             taken[units] = True
-        taken |= state["acked_by"] > 0
-        if state["balanced"] is not None:
-            owner, dealt = state["balanced"]
+        taken |= acked_by > 0
+        if balanced is not None:
+            owner, dealt = balanced
             fresh._restore_balance(owner, dealt, taken)
         if state["bound"] is not None:
             fresh.bind(state["bound"], np.zeros(len(state["bound"]), np.int32))
         fresh._mark_ready(locations)
         for share in range(self.spec.shares):
-            acked = np.flatnonzero(state["acked_by"] == share + 1)
+            acked = np.flatnonzero(acked_by == share + 1)
             fresh.acknowledged(share, acked)
             fresh.queue.skip(share, np.union1d(acked, np.array(out.get(share, []), np.int64)))
         return fresh

@@ -320,7 +320,10 @@ class TransferDock(Protocol):
         """
 
     def restore(self, snapshot: DockSnapshot) -> None:
-        """Take over a snapshot; the dock must be empty and have the same columns and consumers."""
+        """Take over a snapshot; the dock must be empty and have the same columns and consumers.
+
+        These may have other numbers of shares.
+        """
 
     def stats(self) -> dict[str, Any]:
         """State and totals, by name.

@@ -10,7 +10,7 @@ import heapq
 import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -388,7 +388,9 @@ class DockTable:
 
     @property
     def _shape(self) -> tuple[Any, ...]:
-        return self.spec.columns, self.spec.consumers, self.spec.guarantee_order
+        """What must be the same to go on from a snapshot: all but the numbers of shares."""
+        consumers = {name: replace(consumer, shares=1) for name, consumer in self.spec.consumers.items()}
+        return self.spec.columns, consumers, self.spec.guarantee_order
 
     def restore(self, state: Mapping[str, Any], payloads: Mapping[int, Any], holder: str | None = None) -> None:
         """Take over a snapshot's state, with the new addresses of its payloads, all of which `holder` keeps."""

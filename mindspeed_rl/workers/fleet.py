@@ -44,7 +44,10 @@ class Fleet(Protocol):
         """Start the iteration's optimizer steps."""
 
     def save(self, root: str, iteration: int) -> Futures:
-        """Start writing the ranks' parts of a checkpoint."""
+        """Start writing the ranks' parts of a checkpoint; with `async_save`, copying them to be written."""
+
+    def finish_save(self, iteration: int) -> Futures:
+        """Start waiting for what `save` has begun with `async_save`."""
 
     def kill(self) -> None:
         """End every worker process at once."""
@@ -88,6 +91,9 @@ class IntegratedFleet:
     def save(self, root: str, iteration: int) -> Futures:
         return self.workers.start("save", iteration, "save", root, iteration)
 
+    def finish_save(self, iteration: int) -> Futures:
+        return self.workers.start("save", iteration, "finish_save")
+
     def kill(self) -> None:
         self.workers.kill()
 
@@ -129,6 +135,9 @@ class SeparateFleet:
 
     def save(self, root: str, iteration: int) -> Futures:
         return self.training.start("save", iteration, "save", root, iteration)
+
+    def finish_save(self, iteration: int) -> Futures:
+        return self.training.start("save", iteration, "finish_save")
 
     def kill(self) -> None:
         self.training.kill()

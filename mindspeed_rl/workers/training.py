@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 
 from mindspeed_rl.algorithms.aggregation import count
 from mindspeed_rl.algorithms.importance import truncated_weights, weight_metrics
 from mindspeed_rl.algorithms.mismatch import mismatch_metrics
 from mindspeed_rl.algorithms.policy_objective import PolicyObjective
-from mindspeed_rl.checkpoint.hf import HFWeights, add_hf_weights, is_hf_folder
-from mindspeed_rl.checkpoint.state import CheckpointStore, load_rank
+from mindspeed_rl.checkpoint.background import BackgroundWriter
+from mindspeed_rl.checkpoint.hf import HFWeights, is_hf_folder
+from mindspeed_rl.checkpoint.state import CheckpointReader, CheckpointStore
+from mindspeed_rl.checkpoint.tensors import StoredTensors
 from mindspeed_rl.common.metric import MetricSet
 from mindspeed_rl.common.timing import Timings
 from mindspeed_rl.config.model import ModelConfig
@@ -61,14 +63,23 @@ class Training:
             with_reference=uses_reference(self.config),
         )
         self.objective = PolicyObjective(self.rl, horizon=self.sampling.max_tokens)
+        self.writer = BackgroundWriter(context.device)
         if source.state is not None:
-            state = load_rank(source.state, self.rank, self.layout)
-            self.engine.load_state_dict(state, optimizer=source.load_optim, rng=source.load_rng)
+            checkpoint = self._open(source.state)
+            state = checkpoint.load_rank(self.rank, self.layout)
+            self.engine.load_state(checkpoint.tensors, state, optimizer=source.load_optim)
+            if source.load_rng:
+                self.engine.load_rng(state, checkpoint.trainer["iteration"])
 
-    def _start_weights(self, path: str) -> HFWeights | dict[str, torch.Tensor]:
-        if is_hf_folder(path):
-            return HFWeights(path)
-        return load_rank(path, self.rank, self.layout)["model"]
+    def _start_weights(self, path: str) -> HFWeights | StoredTensors:
+        return HFWeights(path) if is_hf_folder(path) else self._open(path).tensors
+
+    def _open(self, path: str) -> CheckpointReader:
+        """A checkpoint whose tensors the ranks have checked together, each some of the files (a collective)."""
+        checkpoint = CheckpointReader(path)
+        checkpoint.check_tensors(self.rank, self.layout.world)
+        dist.barrier()
+        return checkpoint
 
     def export_weights(self, rollout: RolloutLayout | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         """The actor's weights under their Hugging Face names, all or what `rollout` takes here (a collective)."""
@@ -218,12 +229,7 @@ class Training:
         for part in ("param", "optimizer"):
             self.engine.onload(part)
         actor = self.config.actor
-        state = self.engine.state_dict(optimizer=not actor.no_save_optim, rng=not actor.no_save_rng)
-        store = CheckpointStore(root)
-        store.write_rank(iteration, self.rank, state)
-        if actor.save_hf:
-            weights = self.export_weights()
-            if self.rank == 0:
-                add_hf_weights(store.hf_weights(iteration), weights)
-            else:
-                deque(weights, maxlen=0)  # a collective: all ranks take part to the end
+        pieces = self.engine.pieces(optimizer=not actor.no_save_optim)
+        state = self.engine.rank_state(optimizer=not actor.no_save_optim, rng=not actor.no_save_rng)
+        write = self.writer.write if actor.async_save else CheckpointStore.write_rank
+        write(CheckpointStore(root), iteration, self.rank, pieces, state)

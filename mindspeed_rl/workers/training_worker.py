@@ -64,8 +64,12 @@ class TrainingWorker(Worker):
         return self.context.report(timings, metrics)
 
     def save(self, root: str, iteration: int) -> None:
-        """Write this rank's part of a checkpoint that the driver has begun and will commit."""
+        """Write this rank's part of a checkpoint that the driver has begun; with `async_save`, begin to write it."""
         self.training.save(root, iteration)
+
+    def finish_save(self) -> None:
+        """Wait for the part that `save` has begun to write."""
+        self.training.writer.wait()
 
     def enter(self, use: str, timings: Timings) -> None:
         """Bring what a stage needs to a device that other roles use, too. Here none does."""

@@ -433,3 +433,8 @@ def test_rollout_tp_above_the_number_of_key_value_heads():
     load_config(BASE, [*common, "generate_config.infer_tensor_parallel_size=12"])  # each of 4 groups on 3 ranks
     (violation,) = violations_of(*common, "generate_config.infer_tensor_parallel_size=6")
     assert (violation.value, violation.suggestion) == (6, "possible: 4 or 8")
+
+
+def test_every_key_about_checkpoints_needs_a_place_for_them():
+    found = violations_of("actor_config.save=null", "actor_config.save_hf=true", "actor_config.async_save=true")
+    assert [violation.path for violation in found] == ["actor_config.save_hf", "actor_config.async_save"]

@@ -5,10 +5,12 @@ from typing import Any
 
 import pytest
 import torch
+from support.checkpoints import load, save
 from support.ranks import run_ranks
 
 from examples.make_tiny_model import make_tiny_model
 from mindspeed_rl.algorithms.policy_objective import PolicyObjective
+from mindspeed_rl.checkpoint.state import CheckpointReader
 from mindspeed_rl.common.errors import CheckpointError
 from mindspeed_rl.common.metric import MetricSet
 from mindspeed_rl.config.model import ModelConfig
@@ -38,7 +40,7 @@ def loss(
     )
 
 
-def scenario(rank: int, folder: str, settings: dict[str, Any]) -> None:
+def scenario(rank: int, folder: str, settings: dict[str, Any], root: str) -> None:
     """All checks in one process: starting the engine costs more than they do."""
     from mindspeed_rl.checkpoint.hf import HFWeights
     from mindspeed_rl.device.select import make_device
@@ -66,13 +68,14 @@ def scenario(rank: int, folder: str, settings: dict[str, Any]) -> None:
         return all(torch.equal(one[name], other[name]) for name in one)
 
     first = engine()
+    begun = save(first, f"{root}/begun")  # before the first step: there is no optimizer state yet
     learning_rates = [step(first)["actor/lr"] for _ in range(2)]
-    state = first.state_dict(optimizer=True, rng=True)
+    path = save(first, f"{root}/whole")
     random_after_save = torch.rand(3)
 
     # going on from the state is going on, bit for bit
     resumed = engine()
-    resumed.load_state_dict(state, optimizer=True, rng=True)
+    load(resumed, path)
     assert torch.equal(torch.rand(3), random_after_save)
     assert same(weights(resumed), weights(first))
     expected, found = step(first), step(resumed)
@@ -82,9 +85,15 @@ def scenario(rank: int, folder: str, settings: dict[str, Any]) -> None:
 
     # without the optimizer: the same weights, but moments and schedule from the start
     fresh = engine()
-    fresh.load_state_dict(state, optimizer=False, rng=False)
+    load(fresh, path, optimizer=False, rng=False)
     assert step(fresh)["actor/lr"] == learning_rates[0]
     assert not same(weights(fresh), weights(first))
+
+    # from before the first step, also into an engine that has stepped
+    for target in (engine(), fresh):
+        load(target, begun)
+        assert [step(target)["actor/lr"] for _ in range(3)] == [*learning_rates, found["actor/lr"]]
+        assert same(weights(target), weights(first))
 
     # off the device and back: nothing changes; while away, the memory is gone
     before = weights(first)
@@ -100,22 +109,25 @@ def scenario(rank: int, folder: str, settings: dict[str, Any]) -> None:
     assert same(weights(first), weights(resumed))
 
     # what is not there, or does not fit, is named
-    partial = first.state_dict(optimizer=False, rng=False)
-    with pytest.raises(CheckpointError, match=r"no optimizer state .*no_load_optim"):
-        engine().load_state_dict(partial, optimizer=True, rng=False)
-    with pytest.raises(CheckpointError, match=r"no rng state .*no_load_rng"):
-        engine().load_state_dict(partial, optimizer=False, rng=True)
-    del partial["model"]["decoder.final_layernorm.weight"]
-    with pytest.raises(CheckpointError, match=r"nothing for decoder\.final_layernorm\.weight"):
-        engine().load_state_dict(partial, optimizer=False, rng=False)
+    partial = save(first, f"{root}/partial", optimizer=False, rng=False)
+    with pytest.raises(CheckpointError, match=r"saved without optimizer state: set no_load_optim: true"):
+        load(engine(), partial)
+    tensors = CheckpointReader(partial).tensors
+    del tensors._stored["model.model.norm.weight"]
+    with pytest.raises(CheckpointError, match=r"nothing for model\.model\.norm\.weight"):
+        engine().load_state(tensors, {}, optimizer=False)
 
 
+@pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("distributed_optimizer", [True, False])
-def test_state_goes_and_comes_back(distributed_optimizer: bool, tiny_model_dir: Any) -> None:
-    run_ranks(1, scenario, str(tiny_model_dir), {"use_distributed_optimizer": distributed_optimizer})
+def test_state_goes_and_comes_back(
+    distributed_optimizer: bool, bf16: bool, tiny_model_dir: Any, tmp_path: Any
+) -> None:
+    settings = {"use_distributed_optimizer": distributed_optimizer, "bf16": bf16}
+    run_ranks(1, scenario, str(tiny_model_dir), settings, str(tmp_path))
 
 
 @pytest.mark.parametrize("distributed_optimizer", [True, False])
 def test_state_of_shared_experts_goes_and_comes_back(distributed_optimizer: bool, tmp_path: Any) -> None:
     settings = {"use_distributed_optimizer": distributed_optimizer, "expert_model_parallel_size": 2}
-    run_ranks(2, scenario, str(make_tiny_model(tmp_path / "experts", "qwen3_moe")), settings)
+    run_ranks(2, scenario, str(make_tiny_model(tmp_path / "experts", "qwen3_moe")), settings, str(tmp_path))

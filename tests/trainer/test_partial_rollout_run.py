@@ -43,6 +43,16 @@ def test_a_resumed_run_goes_on_with_unfinished_responses(inputs: Path, tmp_path:
     assert [training(step) for step in resumed] == [training(step) for step in whole[1][2:]]
 
 
+def test_another_layout_goes_on_with_unfinished_responses(inputs: Path, tmp_path: Path, whole):
+    """What one rollout replica has and has not finished is shared out to two; training goes from DP to TP."""
+    changed = ("generate_config.infer_tensor_parallel_size=1", "actor_config.tensor_model_parallel_size=2")
+    checkpoint = whole[0] / "checkpoints" / "iter_0000002"
+    resumed = run(inputs, tmp_path, *LONG, *changed, f"actor_config.load={checkpoint}")
+    assert [step["step"] for step in resumed] == [3, 4]
+    assert resumed[0]["staleness/max"] in (1, 2), "tokens of policies from before the restart are trained on"
+    assert all(step["reward_status/ok"] == 32 for step in resumed)
+
+
 def test_unfinished_responses_need_iterations_of_their_size(inputs: Path, tmp_path: Path, whole, capsys):
     checkpoint = whole[0] / "checkpoints" / "iter_0000002"
     settings = [

@@ -27,7 +27,7 @@ def save_checkpoint(
     layout = derive_layout(config(root.parent))
     store = CheckpointStore(root, hf_folder=hf_folder, layout=layout)
     store.begin(iteration)
-    store.write_rank(iteration, 0, {"model": {}})
+    store.write_rank(iteration, 0, [], {})
     trainer = {
         "iteration": iteration,
         "sampler": {"used": 7},

@@ -100,7 +100,13 @@ def test_a_killed_worker_ends_the_run_and_costs_nothing(
     inputs: Path, streaming: list[dict[str, Any]], tmp_path: Path
 ) -> None:
     process = subprocess.Popen(
-        command(inputs, tmp_path, "megatron_training.save_interval=1", "megatron_training.train_iters=1000"),
+        command(
+            inputs,
+            tmp_path,
+            "megatron_training.save_interval=1",
+            "megatron_training.train_iters=1000",
+            "actor_config.async_save=true",
+        ),
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,

@@ -3,6 +3,7 @@
 import pickle
 import threading
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -30,8 +31,8 @@ CONSUMERS = {
 
 @pytest.fixture
 def make_dock(new_dock):
-    def make(**limits):
-        return new_dock(DockSpec(COLUMNS, CONSUMERS, **{"renew_leases": False, **limits}))
+    def make(consumers=CONSUMERS, **limits):
+        return new_dock(DockSpec(COLUMNS, consumers, **{"renew_leases": False, **limits}))
 
     return make
 
@@ -331,6 +332,37 @@ def test_back_pressure_holds_back_later_iterations_only(make_dock):
     assert join()[0] is None
     assert dock.stats()["bytes"] == 2 * 808
     assert dock.stats()["bytes_put"] == 4 * 808
+
+
+@pytest.mark.parametrize("guarantee_order", [True, False])
+@pytest.mark.parametrize("shares", [1, 4])
+def test_a_snapshot_goes_on_with_other_numbers_of_shares(make_dock, shares, guarantee_order):
+    """As when a run goes on with another layout: what is done stays done, all else is handed out once."""
+    dock = make_dock(guarantee_order=guarantee_order)
+    dock.begin(0, 8, 1, 4)
+    columns = {
+        "reward": [0.0] * 8,
+        "label": list("abcdefgh"),
+        "prompt": prompts(8, 1),
+        "response": responses(range(8)),
+    }
+    dock.put(0, range(8), {**columns, "log_probs": [torch.zeros(row) for row in range(8)]})
+    done = [dock.claim("update", 0, 1, share=share) for share in (0, 1, 1)]
+    for claim in done:
+        dock.ack(claim)
+    dock.claim("update", 0, 1)  # nobody acknowledges it
+    snapshot = pickle.loads(pickle.dumps(dock.snapshot()))
+    dock.clear(0)
+
+    changed = {name: replace(consumer, shares=shares) for name, consumer in CONSUMERS.items()}
+    dock = make_dock(changed, guarantee_order=guarantee_order)
+    dock.restore(snapshot)
+    rows = [row for claim in done for row in claim.rows]
+    for share in range(shares):
+        while (claim := dock.claim("update", 0, 1, share=share)) is not None:
+            rows += claim.rows
+            dock.ack(claim)
+    assert sorted(rows) == list(range(8))
 
 
 def test_a_snapshot_restores_into_a_new_dock(make_dock):

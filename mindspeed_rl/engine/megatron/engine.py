@@ -7,6 +7,7 @@ from functools import partial
 from itertools import chain
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
@@ -17,6 +18,7 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, model_par
 
 from mindspeed_rl.algorithms.log_probs import vocab_parallel_log_probs
 from mindspeed_rl.checkpoint.hf import HFWeights
+from mindspeed_rl.checkpoint.tensors import Piece, StoredTensors
 from mindspeed_rl.common.errors import CheckpointError
 from mindspeed_rl.common.metric import MetricSet
 from mindspeed_rl.config.model import ModelConfig
@@ -28,6 +30,7 @@ from mindspeed_rl.engine.megatron.model import build_model, data_parallel, named
 from mindspeed_rl.engine.megatron.offload import HostMemory
 from mindspeed_rl.engine.megatron.optimizer import Optimizer
 from mindspeed_rl.engine.megatron.packing import PackedMicroBatch, Part, pack
+from mindspeed_rl.engine.megatron.sharding import Sharding, pieces_to_write, read_pieces
 from mindspeed_rl.resharding.checksums import training_checksums
 from mindspeed_rl.resharding.export import Groups, export_hf
 from mindspeed_rl.resharding.layout import RolloutLayout, WeightLayout
@@ -56,7 +59,7 @@ class MegatronEngine:
         model: shape of the model.
         device: this process's device.
         total_steps: optimizer steps of the whole run, for the learning-rate schedule.
-        weights: what actor and reference start from: a Hugging Face checkpoint, or this rank's own tensors by name.
+        weights: what actor and reference start from.
         with_reference: keep a frozen copy of the starting weights.
     """
 
@@ -66,7 +69,7 @@ class MegatronEngine:
         model: ModelConfig,
         device: Device,
         total_steps: int,
-        weights: HFWeights | Mapping[str, torch.Tensor],
+        weights: HFWeights | StoredTensors,
         with_reference: bool,
     ):
         self.cfg, self.model_config, self.device = cfg, model, device
@@ -97,18 +100,18 @@ class MegatronEngine:
 
     # ---- weights -------------------------------------------------------------------------------------------------
 
-    def _load(self, chunks: Sequence[GPTModel], weights: HFWeights | Mapping[str, torch.Tensor]) -> None:
-        if isinstance(weights, HFWeights):
-            check_hf_names(self.model_config, weights.names)
+    def _load(self, chunks: Sequence[GPTModel], weights: HFWeights | StoredTensors) -> None:
+        parameters = dict(named_parameters(chunks, self.model_config, self.layout))
+        if isinstance(weights, StoredTensors):
+            read_pieces(Sharding(self.model_config, self.layout, parameters), weights)
+            return
+        check_hf_names(self.model_config, weights.names)
         tp_rank, tp_size = mpu.get_tensor_model_parallel_rank(), mpu.get_tensor_model_parallel_world_size()
         pp_rank, ep_rank = mpu.get_pipeline_model_parallel_rank(), mpu.get_expert_model_parallel_rank()
         held = self.layout.held(self.model_config, pp_rank, ep_rank)
         with torch.no_grad():
-            for name, tensor in named_parameters(chunks, self.model_config, self.layout):
-                if isinstance(weights, HFWeights):
-                    tensor.copy_(held[name].load_shard(weights, tp_rank, tp_size))
-                else:
-                    tensor.copy_(_matching(weights, name, tensor))
+            for name, tensor in parameters.items():
+                tensor.copy_(held[name].load_shard(weights, tp_rank, tp_size))
 
     def export_weights(
         self, bucket_bytes: int, rollout: RolloutLayout | None = None
@@ -301,45 +304,50 @@ class MegatronEngine:
 
     # ---- state ---------------------------------------------------------------------------------------------------
 
-    def state_dict(self, optimizer: bool, rng: bool) -> dict[str, Any]:
-        """This rank's state, as tensors and plain Python values."""
-        named = self._actor_parameters()
-        # a copy: parameters are views of one buffer, and saving a view would save the whole of it
-        state: dict[str, Any] = {"model": {name: tensor.detach().to("cpu", copy=True) for name, tensor in named}}
+    def pieces(self, optimizer: bool) -> list[Piece]:
+        """This rank's share of weights and, if asked for, optimizer state; memory in use, not copies."""
         if optimizer:
             self._away["optimizer"].ready()
-            state["optimizer"] = self.optimizer.state_dict()
+        return pieces_to_write(self._sharding(), self.optimizer if optimizer else None)
+
+    def rank_state(self, optimizer: bool, rng: bool) -> dict[str, Any]:
+        """Small state beside the pieces, as tensors and plain Python values."""
+        state = self.optimizer.state_dict() if optimizer else {}
         if rng:
             state["rng"] = {**self.device.rng_state(), "tracker": dict(get_cuda_rng_tracker().get_states())}
         return state
 
-    def load_state_dict(self, state: Mapping[str, Any], optimizer: bool, rng: bool) -> None:
-        """Restore what `state_dict` returned.
+    def load_state(self, tensors: StoredTensors, state: Mapping[str, Any], optimizer: bool) -> None:
+        """Restore what ranks of this or any other layout wrote of `pieces`, and `rank_state` of one of them.
 
         Raises:
-            CheckpointError: a parameter is missing or has another shape, or a part that was asked for is not there.
+            CheckpointError: a weight is missing or has another shape, or optimizer state was asked for and is not
+                there.
         """
-        for part, wanted in (("optimizer", optimizer), ("rng", rng)):
-            if wanted and part not in state:
-                key = {"optimizer": "no_load_optim", "rng": "no_load_rng"}[part]
-                raise CheckpointError(f"the checkpoint holds no {part} state (saved without it): set {key}: true")
-        self._load([chunk.module for chunk in self.actor], state["model"])
+        if optimizer and "scheduler" not in state:
+            raise CheckpointError("the checkpoint was saved without optimizer state: set no_load_optim: true")
         self._away["optimizer"].ready()
         if optimizer:
-            self.optimizer.load_state_dict(state["optimizer"])
-        else:
+            self.optimizer.load_state_dict(state)
+        read_pieces(self._sharding(), tensors, self.optimizer if optimizer else None)
+        if not optimizer:
             self.optimizer.reload_weights()
-        if rng:
+
+    def load_rng(self, state: Mapping[str, Any], iteration: int) -> None:
+        """Restore the generators' state, or if there is none because it was of another layout, seed them anew.
+
+        The new seed depends on `seed` and the iteration, so that no stream of the run so far begins once more.
+        """
+        if "rng" in state:
             self.device.set_rng_state(state["rng"])
             get_cuda_rng_tracker().set_states(state["rng"]["tracker"])
+        else:
+            seed = int(np.random.SeedSequence([self.cfg.seed, iteration]).generate_state(1)[0])
+            self.device.manual_seed(seed)
+            model_parallel_cuda_manual_seed(seed)
 
-
-def _matching(weights: Mapping[str, torch.Tensor], name: str, parameter: torch.Tensor) -> torch.Tensor:
-    saved = weights.get(name)
-    if saved is None or saved.shape != parameter.shape:
-        found = "nothing" if saved is None else f"shape {tuple(saved.shape)}"
-        raise CheckpointError(f"the checkpoint has {found} for {name}, the model shape {tuple(parameter.shape)}")
-    return saved
+    def _sharding(self) -> Sharding:
+        return Sharding(self.model_config, self.layout, dict(self._actor_parameters()))
 
 
 def _none_if_alone(group: dist.ProcessGroup) -> dist.ProcessGroup | None:

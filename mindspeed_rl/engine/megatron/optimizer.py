@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -10,8 +12,26 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-from mindspeed_rl.common.errors import CheckpointError
 from mindspeed_rl.config.schema import MegatronConfig
+
+MOMENTS = ("exp_avg", "exp_avg_sq")  # as torch and its fused substitutes name Adam's
+
+
+@dataclass(frozen=True)
+class Shard:
+    """What a rank's optimizer keeps for a parameter, or for consecutive elements of it."""
+
+    parameter: torch.nn.Parameter  # of the model
+    start: int  # index of the first element in the flattened parameter
+    main: torch.Tensor  # the weights that are stepped on
+    state: MutableMapping[torch.Tensor, dict[str, Any]]  # of all weights that are stepped together with it
+    is_partial: bool  # data-parallel ranks keep different elements, not each the same
+
+    @property
+    def moments(self) -> dict[str, torch.Tensor]:
+        """Tensors shaped like `main`, by name; none before the first step."""
+        state = self.state.get(self.main, {})
+        return {moment: state[moment] for moment in MOMENTS if moment in state}
 
 
 class Optimizer:
@@ -25,6 +45,7 @@ class Optimizer:
 
     def __init__(self, cfg: MegatronConfig, model: Sequence[DistributedDataParallel], total_steps: int):
         self.model = list(model)
+        self.keeps_main_weights = cfg.bf16  # in float32, beside the model's; else the model's own are stepped on
         self.megatron = get_megatron_optimizer(
             OptimizerConfig(
                 optimizer="adam",
@@ -74,59 +95,70 @@ class Optimizer:
         """Take the model's weights, changed from outside, as the new main weights."""
         self.megatron.reload_model_params()
 
-    def _torch_optimizers(self) -> list[torch.optim.Optimizer]:
-        chain = getattr(self.megatron, "chained_optimizers", [self.megatron])
-        return [member.optimizer for member in chain]
+    # ---- state ---------------------------------------------------------------------------------------------------
 
-    def _parameters(self) -> list[tuple[torch.optim.Optimizer, torch.Tensor]]:
-        return [
-            (optimizer, parameter)
-            for optimizer in self._torch_optimizers()
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-        ]
+    def shards(self) -> Iterator[Shard]:
+        """What this rank keeps for the model's parameters, or for the part that data-parallel ranks leave to it."""
+        for member in self._members():
+            for parameter, main, start in _main_weights(member):
+                yield Shard(parameter, start, main, member.optimizer.state, hasattr(member, "gbuf_ranges"))
+
+    def _members(self) -> list[Any]:
+        """Megatron has an optimizer for experts and one for all else."""
+        members = getattr(self.megatron, "chained_optimizers", [self.megatron])
+        return [member for member in members if not member.is_stub_optimizer]
 
     def tensors(self) -> list[torch.Tensor]:
         """Everything the optimizer keeps beside the model: moments, and main weights where they are copies."""
-        model_storages = {p.untyped_storage().data_ptr() for chunk in self.model for p in chunk.parameters()}
         kept: list[torch.Tensor] = []
-        for optimizer, parameter in self._parameters():
-            state = optimizer.state.get(parameter, {}).values()
-            kept += [tensor for tensor in state if isinstance(tensor, torch.Tensor) and tensor.dim() > 0]
-            if parameter.untyped_storage().data_ptr() not in model_storages:
-                kept.append(parameter)
+        for shard in self.shards():
+            kept += shard.moments.values()
+            if self.keeps_main_weights:
+                kept.append(shard.main)
         return kept
 
     def state_dict(self) -> dict[str, Any]:
-        """Main weights and moments of this rank's shard, in the optimizer's order, and the schedule's position."""
-        shards = []
-        for optimizer, parameter in self._parameters():
-            state = optimizer.state.get(parameter, {})
-            # copies: a shard is a view, and saving a view would save the whole buffer behind it
-            moments = {name: torch.as_tensor(value).detach().to("cpu", copy=True) for name, value in state.items()}
-            shards.append({"main": parameter.detach().to("cpu", copy=True), "state": moments})
-        return {"shards": shards, "scheduler": self.scheduler.state_dict()}
+        """What is the same on every rank: the schedule's position, and how often Adam has stepped."""
+        return {"scheduler": self.scheduler.state_dict(), "adam_steps": self._adam_steps()}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what `state_dict` returned.
+    def _adam_steps(self) -> int:
+        """torch counts for each parameter, fused implementations for each group; what does not count lags behind."""
+        of_parameters = [shard.state.get(shard.main, {}) for shard in self.shards()]
+        of_groups = [group for member in self._members() for group in member.optimizer.param_groups]
+        return max((int(count["step"]) for count in (*of_parameters, *of_groups) if "step" in count), default=0)
 
-        Raises:
-            CheckpointError: the state belongs to another layout or model.
-        """
-        parameters = self._parameters()
-        found = [tuple(shard["main"].shape) for shard in state["shards"]]
-        expected = [tuple(parameter.shape) for _, parameter in parameters]
-        if found != expected:
-            raise CheckpointError(
-                f"optimizer state has {len(found)} shards of shapes {found[:3]}…, this layout needs {len(expected)} "
-                f"of {expected[:3]}…: resume with the layout that saved it, or set no_load_optim"
-            )
-        with torch.no_grad():
-            for (optimizer, parameter), shard in zip(parameters, state["shards"], strict=True):
-                parameter.copy_(shard["main"])
-                optimizer.state[parameter] = {
-                    # torch keeps "step" on the host
-                    name: value.clone() if value.dim() == 0 else value.to(parameter.device)
-                    for name, value in shard["state"].items()
-                }
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` returned. If there were steps, `shards` then have moments, to be filled."""
+        steps = state["adam_steps"]
+        for member in self._members():
+            member.optimizer.state.clear()
+            for group in member.optimizer.param_groups:
+                group["step"] = torch.tensor(steps)  # a tensor, as MindSpeed's AdamW has; others take it as a number
+        for shard in self.shards():
+            if steps:
+                moments = {moment: torch.zeros_like(shard.main) for moment in MOMENTS}
+                # torch keeps this on the host
+                shard.state[shard.main] = {"step": torch.tensor(float(steps)), **moments}
+        self.scheduler.num_steps = 0  # Megatron adds to it
         self.scheduler.load_state_dict(state["scheduler"])
+
+
+def _main_weights(member: Any) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor, int]]:
+    """(parameter of the model, what Adam steps on, index of its first element in the flattened parameter).
+
+    Adam steps on the parameter itself, on a float32 copy of it, or on this rank's part of either. `member`: one of
+    Megatron's optimizers, of which these attributes are public.
+    """
+    if hasattr(member, "gbuf_ranges"):  # distributed: the buffers' buckets are cut into equal parts
+        for bucket in chain(*(chain(*of_buffer.values()) for of_buffer in member.gbuf_ranges)):
+            for parameter, ranges in bucket["param_map"].items():
+                group, order = member.model_param_group_index_map[parameter]
+                yield parameter, member.optimizer.param_groups[group]["params"][order], ranges["param"].start
+    elif hasattr(member, "float16_groups"):
+        copies = zip(chain(*member.float16_groups), chain(*member.fp32_from_float16_groups), strict=True)
+        for parameter, main in chain(copies, ((p, p) for p in chain(*member.fp32_from_fp32_groups))):
+            yield parameter, main, 0
+    else:
+        for group in member.optimizer.param_groups:
+            for parameter in group["params"]:
+                yield parameter, parameter, 0

@@ -1,0 +1,111 @@
+"""The actor's weights and optimizer state as rectangles of Hugging Face tensors, which do not depend on the layout.
+
+Stored are, under the Hugging Face names of the weights, `model.` the weights, `optimizer.main.` their float32 copies
+where there are any, and the moments `optimizer.exp_avg.` and `optimizer.exp_avg_sq.`. The second copy that pipeline
+stages keep of a tied embedding is not stored, nor is the padding of a vocabulary.
+
+Every rank writes what it has: the distributed optimizer's ranges, which cut parameters anywhere, as up to three
+rectangles each. Ranks that have the same divide it among them. So nothing has to be sent to be saved or loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+
+import torch
+import torch.distributed as dist
+
+from mindspeed_rl.checkpoint.state import WEIGHTS
+from mindspeed_rl.checkpoint.tensors import Piece, StoredTensors
+from mindspeed_rl.config.model import ModelConfig
+from mindspeed_rl.engine.megatron.optimizer import Optimizer
+from mindspeed_rl.resharding.layout import WeightLayout
+from mindspeed_rl.resharding.names import Parameter
+
+OPTIMIZER = "optimizer."
+MAIN = f"{OPTIMIZER}main."
+LARGEST = 2**24  # elements of a rectangle that is written: who needs a part of it later reads the whole of it
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """This rank's parameters and its place in the layout."""
+
+    model: ModelConfig
+    layout: WeightLayout
+    parameters: Mapping[str, torch.nn.Parameter]  # by name in the whole model
+
+    @property
+    def held(self) -> dict[str, Parameter]:
+        """All of this rank's parameters."""
+        _, pp_rank, replica = self.layout.coordinates(dist.get_rank())
+        return self.layout.held(self.model, pp_rank, self.layout.expert_rank(replica))
+
+    def pieces(
+        self, prefix: str, parameter: Parameter, elements: torch.Tensor, start: int = 0, most: int = 2**62
+    ) -> Iterator[Piece]:
+        """Pieces of consecutive elements of the flattened shard of a parameter, from `start` on."""
+        tp_rank = self.layout.coordinates(dist.get_rank())[0]
+        for slab in parameter.slabs(tp_rank, self.layout.tp, start, start + len(elements), most):
+            first = slab.start - start
+            data = elements[first : first + prod(slab.sizes)].view(slab.sizes)
+            yield Piece(prefix + slab.name, slab.shape, slab.offsets, data)
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().view(-1)
+
+
+def pieces_to_write(sharding: Sharding, optimizer: Optimizer | None) -> list[Piece]:
+    """This rank's share of weights and, if given, optimizer state: all ranks together have everything once."""
+    shares = sharding.layout.written(sharding.model, dist.get_rank())
+    held = sharding.held
+    pieces: list[Piece] = []
+    for name, share in shares.items():
+        elements = _flat(sharding.parameters[name])[share.start : share.stop]
+        pieces += sharding.pieces(WEIGHTS, held[name], elements, share.start, LARGEST)
+    if optimizer is None:
+        return pieces
+    names = {parameter: name for name, parameter in sharding.parameters.items()}
+    for shard in optimizer.shards():
+        name = names[shard.parameter]
+        if name not in shares:
+            continue
+        share = range(shard.main.numel()) if shard.is_partial else shares[name]
+        kept = {f"{OPTIMIZER}{moment}.": tensor for moment, tensor in shard.moments.items()}
+        if optimizer.keeps_main_weights:
+            kept[MAIN] = shard.main
+        for prefix, tensor in kept.items():
+            elements = _flat(tensor)[share.start : share.stop]
+            pieces += sharding.pieces(prefix, held[name], elements, shard.start + share.start, LARGEST)
+    return pieces
+
+
+@torch.no_grad()
+def read_pieces(sharding: Sharding, tensors: StoredTensors, optimizer: Optimizer | None = None) -> None:
+    """Fill this rank's parameters and, if given, what its optimizer keeps, whatever precision and layout wrote it.
+
+    Raises:
+        CheckpointError: something is missing or has another shape.
+    """
+    held = sharding.held
+    main = MAIN if tensors.names(MAIN) else WEIGHTS
+    of_model = main if optimizer is not None and not optimizer.keeps_main_weights else WEIGHTS
+    pieces: list[Piece] = []
+
+    def fill(prefix: str, name: str, tensor: torch.Tensor, start: int = 0) -> None:
+        tensor.zero_()  # padding is in no piece
+        pieces.extend(sharding.pieces(prefix, held[name], _flat(tensor), start))
+
+    for name, parameter in sharding.parameters.items():
+        fill(of_model, name, parameter)
+    names = {parameter: name for name, parameter in sharding.parameters.items()}
+    for shard in optimizer.shards() if optimizer is not None else ():
+        name = names[shard.parameter]
+        if optimizer is not None and optimizer.keeps_main_weights:
+            fill(main, name, shard.main, shard.start)
+        for moment, tensor in shard.moments.items():
+            fill(f"{OPTIMIZER}{moment}.", name, tensor, shard.start)
+    tensors.read(pieces)

@@ -1,0 +1,252 @@
+"""Checkpoints of every layout loaded into every other one: the same state bit for bit, and training goes on."""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from support.checkpoints import load, save
+from support.ranks import run_ranks
+from test_experts import EP
+from test_training_layouts import (
+    DEEP_WEIGHT_TOLERANCE,
+    LOSS_TOLERANCE,
+    PP,
+    SEQUENCES,
+    TEMPERATURE,
+    TP,
+    VPP,
+    WEIGHT_TOLERANCE,
+    Layout,
+    layout,
+    make_batch,
+    objective_loss,
+)
+
+from examples.make_tiny_model import make_tiny_model
+from mindspeed_rl.algorithms.policy_objective import PolicyObjective
+from mindspeed_rl.checkpoint.hf import HFWeights
+from mindspeed_rl.checkpoint.state import WEIGHTS, CheckpointReader
+from mindspeed_rl.common.metric import MetricSet
+from mindspeed_rl.config.model import ModelConfig
+from mindspeed_rl.config.schema import MegatronConfig, RLConfig
+from mindspeed_rl.types import Denominators
+
+RANKS = 4
+OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
+LOCAL = {"use_distributed_optimizer": False}
+ONE = layout(1)
+DENSE = [
+    ONE,
+    layout(2),
+    layout(3, **LOCAL),
+    layout(2, **{TP: 2}),
+    layout(4, **{TP: 2}, sequence_parallel=True),
+    layout(4, **{PP: 2, VPP: 1}, **OVERLAP),
+    layout(2, **{PP: 2}, num_layer_list="3,1"),
+    layout(4, **{TP: 2, PP: 2}),
+    layout(2, context_parallel_size=2),
+]
+EXPERTS = [
+    ONE,
+    layout(3),
+    layout(2, **{EP: 2}, **LOCAL),
+    layout(4, **{EP: 2}),
+    layout(4, **{EP: 2, TP: 2}, sequence_parallel=True),
+    layout(4, **{EP: 2, PP: 2}),
+]
+
+
+@dataclass(frozen=True)
+class Group:
+    """Layouts between which the state of a model is handed on, after training it on one rank."""
+
+    layouts: list[Layout]
+    settings: dict[str, Any]
+    model: dict[str, Any]
+
+
+GROUPS = {
+    "dense": Group(DENSE, {}, {"architecture": "llama", "layers": 4}),
+    "experts": Group(EXPERTS, {}, {"architecture": "qwen3_moe", "experts": 4, "expert_ffn": 32}),
+    # state only: gradients of bfloat16 differ too much between layouts to be compared
+    "bf16": Group(
+        [ONE, layout(2, **LOCAL), layout(4, **{TP: 2}), layout(2, **{PP: 2})],
+        {"bf16": True},
+        {"architecture": "qwen2"},
+    ),
+}
+
+
+class Ranks:
+    """Worlds of different sizes, one after the other, in the same processes."""
+
+    def __init__(self, rank: int, root: str):
+        from mindspeed_rl.device.select import make_device
+
+        self.rank, self.root, self.number = rank, root, 0
+        self.device = make_device("cpu")
+        self.device.install()
+        self.store = dist.FileStore(f"{root}/meeting", RANKS)
+        dist.destroy_process_group()
+
+    @contextmanager
+    def world(self, size: int) -> Iterator[bool]:
+        """Whether this rank takes part; ends when all of the world have ended it."""
+        from megatron.core import parallel_state as mpu
+
+        self.number += 1
+        if self.rank < size:
+            method = f"file://{self.root}/world{self.number}"
+            dist.init_process_group("gloo", init_method=method, rank=self.rank, world_size=size)
+        yield self.rank < size
+        if self.rank < size:
+            mpu.destroy_model_parallel()
+            dist.destroy_process_group()
+        if self.store.add(f"ended{self.number}", 1) == RANKS:
+            self.store.set(f"next{self.number}", "1")
+        self.store.wait([f"next{self.number}"])
+
+
+class Run:
+    """An engine in a layout."""
+
+    def __init__(self, device: Any, folder: str, layout: Layout, **settings: Any):
+        from mindspeed_rl.engine.megatron.engine import MegatronEngine, initialize_parallel_state
+
+        model = ModelConfig.from_hf(json.loads(Path(folder, "config.json").read_text()))
+        cfg = MegatronConfig(**{"lr": 1e-3, "lr_warmup_fraction": 0.5, **layout.settings, **settings})
+        initialize_parallel_state(cfg)
+        self.engine = MegatronEngine(cfg, model, device, 10, HFWeights(folder), with_reference=False)
+
+    def step(self) -> dict[str, float]:
+        """Train on a batch that ranks share as evenly as they can; metrics of the whole, on every rank."""
+        engine, batch = self.engine, make_batch()
+        mine = batch.select(range(engine.data_parallel_rank, SEQUENCES, engine.data_parallel_size))
+        tokens = float(torch.cat(batch.columns["loss_mask"]).sum())
+        loss = objective_loss(PolicyObjective(RLConfig(entropy_coeff=0.01)), Denominators(tokens, SEQUENCES - 1))
+        passes = [[index] for index in range(len(mine))]
+        of_ranks: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(of_ranks, engine.train_mini_batch(mine, loss, passes, TEMPERATURE, entropy=True))
+        whole = MetricSet()
+        for metrics in of_ranks:
+            whole.merge(metrics)
+        return whole.finalize()
+
+    def assert_has(self, expected: dict[str, torch.Tensor]) -> None:
+        """Every tensor that this rank would write, and all weights as it would export them, are these."""
+        pieces = self.engine.pieces(optimizer=True)
+        for piece in pieces:
+            here = tuple(slice(o, o + s) for o, s in zip(piece.offsets, piece.data.shape, strict=True))
+            assert piece.data.dtype == expected[piece.name].dtype, piece.name
+            assert torch.equal(piece.data, expected[piece.name][here]), piece.name
+        names = torch.tensor([sum(piece.data.numel() for piece in pieces)])
+        dist.all_reduce(names)
+        assert int(names) == sum(tensor.numel() for tensor in expected.values())
+        for name, tensor in self.engine.export_weights(1 << 20):
+            assert torch.equal(tensor, expected[WEIGHTS + name]), name
+
+
+def contents(path: Path) -> dict[str, torch.Tensor]:
+    tensors = CheckpointReader(path).tensors
+    return {name: tensors.tensor(name) for name in tensors.names()}
+
+
+def worst(one: dict[str, Any], other: dict[str, Any]) -> float:
+    return max(float((torch.as_tensor(one[name]) - other[name]).abs().max()) for name in other)
+
+
+def exchange(ranks: Ranks, folder: str, root: Path, group: Group) -> dict[str, float]:
+    """Train on one rank, hand the state through all pairs of layouts, go on in each; largest differences."""
+
+    def run_in(case: Layout) -> Run:
+        return Run(ranks.device, folder, case, **group.settings)
+
+    def weights(run: Run) -> dict[str, torch.Tensor]:
+        return {name: tensor.clone() for name, tensor in run.engine.export_weights(1 << 20)}
+
+    root.mkdir(exist_ok=True)
+    first = root / "first" / "iter_0000001"
+    with ranks.world(1) as here:
+        if here:
+            run = run_in(ONE)
+            run.step(), run.step()
+            save(run.engine, first.parent)
+            torch.save((run.step(), weights(run)), root / "uninterrupted")
+    expected = contents(first)
+    metrics, trained = torch.load(root / "uninterrupted")
+    assert any(name.startswith("optimizer.exp_avg_sq.") and tensor.any() for name, tensor in expected.items())
+    checkpoints = [root / str(number) / "iter_0000001" for number in range(len(group.layouts))]
+    for case, path in zip(group.layouts, checkpoints, strict=True):
+        with ranks.world(case.world) as here:
+            if here:
+                run = run_in(case)
+                load(run.engine, first)
+                save(run.engine, path.parent)
+    differences = {"metrics": 0.0, "weights": 0.0}
+    for case in group.layouts:
+        with ranks.world(case.world) as here:
+            if here:
+                run = run_in(case)
+                for path in checkpoints:
+                    load(run.engine, path)
+                    run.assert_has(expected)
+                found, compared = run.step(), ("actor/loss", "actor/grad_norm", "actor/kl", "actor/lr")
+                metric = worst({name: found[name] for name in compared}, {name: metrics[name] for name in compared})
+                differences["metrics"] = max(differences["metrics"], metric)
+                differences["weights"] = max(differences["weights"], worst(weights(run), trained))
+    return differences
+
+
+def exchange_all(rank: int, folder: str) -> dict[str, dict[str, float]]:
+    """In one go, because starting the ranks takes longer."""
+    ranks = Ranks(rank, folder)
+    return {
+        name: exchange(ranks, f"{folder}/model-{name}", Path(folder, name), group) for name, group in GROUPS.items()
+    }
+
+
+def test_any_layout_goes_on_from_any_other(tmp_path: Path) -> None:
+    for name, group in GROUPS.items():
+        make_tiny_model(tmp_path / f"model-{name}", hidden=64, ffn=128, tie=True, **group.model)
+    for found in run_ranks(RANKS, exchange_all, str(tmp_path)):
+        for name, tolerance in {"dense": DEEP_WEIGHT_TOLERANCE, "experts": WEIGHT_TOLERANCE}.items():
+            assert found[name]["metrics"] < LOSS_TOLERANCE, name
+            assert found[name]["weights"] < tolerance, name
+
+
+def change_precision(rank: int, folder: str, root: str) -> None:
+    from mindspeed_rl.device.select import make_device
+
+    device = make_device("cpu")
+    device.install()
+    from megatron.core import parallel_state as mpu
+
+    states: dict[str, dict[str, torch.Tensor]] = {}
+    path = None
+    for bf16, previous in ((True, ""), (False, "bf16"), (True, "fp32")):
+        run = Run(device, folder, ONE, bf16=bf16)
+        if path is not None:
+            load(run.engine, path)
+        else:
+            run.step(), run.step()
+        name = "bf16" if bf16 else "fp32"
+        path = save(run.engine, f"{root}/{len(states)}-{name}")
+        before, after = states.get(previous, {}), contents(path)
+        for key, tensor in after.items() if before else ():
+            stored = key.replace(WEIGHTS, "optimizer.main.", 1) if key.startswith(WEIGHTS) else key
+            source = before.get(stored, before.get(key.replace("optimizer.main.", WEIGHTS)))
+            assert source is not None
+            assert torch.equal(tensor, source.to(tensor.dtype)), key
+        states[name] = after
+        mpu.destroy_model_parallel()
+    assert {tensor.dtype for key, tensor in states["bf16"].items() if key.startswith(WEIGHTS)} == {torch.bfloat16}
+    assert not any(key.startswith("optimizer.main.") for key in states["fp32"])
+
+
+def test_main_weights_survive_a_change_of_precision(tiny_model_dir: Path, tmp_path: Path) -> None:
+    run_ranks(1, change_precision, str(tiny_model_dir), str(tmp_path))

@@ -1,0 +1,57 @@
+"""Checkpoints in the whole trainer: asynchronous ones equal others, and another layout goes on from them."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.runs import run, training
+from tests.trainer.test_training_run import SAME_IN_FLOAT32
+
+EVERY = ("megatron_training.train_iters=3", "megatron_training.save_interval=1", "actor_config.save_hf=true")
+
+
+@pytest.fixture(scope="module")
+def whole(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
+    """Checkpoints and metrics of a run on two data-parallel ranks."""
+    folder = tmp_path_factory.mktemp("whole")
+    return folder / "checkpoints", run(inputs, folder, *EVERY)
+
+
+def files_of(root: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(root)): path.read_bytes() for path in root.rglob("*") if path.is_file()}
+
+
+def test_asynchronous_checkpoints_are_the_same(inputs: Path, tmp_path: Path, whole: Any) -> None:
+    root, steps = whole
+    found = run(inputs, tmp_path, *EVERY, "actor_config.async_save=true")
+    assert [training(step) for step in found] == [training(step) for step in steps]
+    expected, written = files_of(root), files_of(tmp_path / "checkpoints")
+    assert sorted(written) == sorted(expected)
+    assert [name for name in expected if written[name] != expected[name]] == []
+    assert "iter_0000003/hf/model.safetensors" in written
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("actor_config.tensor_model_parallel_size=2",),
+        (
+            "rl_config.use_integrated_worker=false",
+            "rl_config.actor_resource.num_npus=1",
+            "rl_config.rollout_resource.num_npus=1",
+            "actor_config.async_save=true",
+        ),
+    ],
+    ids=["TP2", "one rank of training and one of rollout"],
+)
+def test_another_layout_goes_on(overrides: tuple[str, ...], inputs: Path, tmp_path: Path, whole: Any) -> None:
+    root, steps = whole
+    (found,) = run(inputs, tmp_path, *EVERY, *overrides, f"actor_config.load={root / 'iter_0000002'}")
+    (expected,) = steps[2:]
+    assert found["step"] == 3
+    for name, value in training(expected).items():
+        if name.split("/")[0] not in ("actor", "rollout"):
+            assert found[name] == value, name  # the same tokens were sampled
+    for name in ("actor/loss", "actor/pg_loss", "actor/kl", "actor/entropy", "actor/grad_norm", "actor/lr"):
+        assert found[name] == pytest.approx(expected[name], abs=SAME_IN_FLOAT32, rel=SAME_IN_FLOAT32), name
