@@ -69,7 +69,7 @@ class HostMemory:
                     tensor.detach().zero_()
                 for piece, copy in zip(pieces, host, strict=self.contents != "dropped"):
                     piece.copy_(copy, non_blocking=True)
-        self._away.clear()
+        self._away.clear()  # page-locked memory is not given to others before copies from it are complete
 
     def ready(self) -> None:
         """What the current stream does from here on sees what was brought back; the host does not wait."""
