@@ -110,8 +110,85 @@ EXPERT_ROWS = (
     ),
     Row(_EXPERT + "linear_fc2.weight", {_HF_EXPERT + "down_proj.weight": ("hidden", "expert_ffn")}, 1, layers="moe"),
 )
+LATENT_ATTENTION_ROWS = (
+    Row(
+        _MCORE + "self_attention.linear_q_proj.weight",
+        {_HF + "self_attn.q_proj.weight": ("query", "hidden")},
+        0,
+        condition="has_query_projection",
+    ),
+    Row(
+        _MCORE + "self_attention.linear_q_down_proj.weight",
+        {_HF + "self_attn.q_a_proj.weight": ("q_latent", "hidden")},
+        None,
+        condition="q_lora_rank",
+    ),
+    Row(
+        _MCORE + "self_attention.q_layernorm.weight",
+        {_HF + "self_attn.q_a_layernorm.weight": ("q_latent",)},
+        None,
+        condition="q_lora_rank",
+    ),
+    Row(
+        _MCORE + "self_attention.linear_q_up_proj.weight",
+        {_HF + "self_attn.q_b_proj.weight": ("query", "q_latent")},
+        0,
+        condition="q_lora_rank",
+    ),
+    Row(
+        _MCORE + "self_attention.linear_kv_down_proj.weight",
+        {_HF + "self_attn.kv_a_proj_with_mqa.weight": ("kv_latent_and_rotary", "hidden")},
+        None,
+    ),
+    Row(
+        _MCORE + "self_attention.kv_layernorm.weight",
+        {_HF + "self_attn.kv_a_layernorm.weight": ("kv_latent",)},
+        None,
+    ),
+    Row(
+        _MCORE + "self_attention.linear_kv_up_proj.weight",
+        {_HF + "self_attn.kv_b_proj.weight": ("unrotated_key_and_value", "kv_latent")},
+        0,
+    ),
+    Row(_MCORE + "self_attention.linear_proj.weight", {_HF + "self_attn.o_proj.weight": ("hidden", "value")}, 1),
+)
+
+SHARED_EXPERT_ROWS = (
+    Row(
+        _MCORE + "mlp.router.expert_bias",
+        {_HF + "mlp.gate.e_score_correction_bias": ("experts",)},
+        None,
+        condition="moe_router_enable_expert_bias",
+        layers="moe",
+    ),
+    Row(
+        _MCORE + "mlp.shared_experts.linear_fc1.weight",
+        {
+            _HF + "mlp.shared_experts.gate_proj.weight": ("shared_ffn", "hidden"),
+            _HF + "mlp.shared_experts.up_proj.weight": ("shared_ffn", "hidden"),
+        },
+        0,
+        "gate_up",
+        condition="moe_shared_expert_intermediate_size",
+        layers="moe",
+    ),
+    Row(
+        _MCORE + "mlp.shared_experts.linear_fc2.weight",
+        {_HF + "mlp.shared_experts.down_proj.weight": ("hidden", "shared_ffn")},
+        1,
+        condition="moe_shared_expert_intermediate_size",
+        layers="moe",
+    ),
+)
 # With tied embeddings the last of several pipeline stages keeps its own copy of the embedding.
 TIED_OUTPUT = Row("output_layer.weight", {"model.embed_tokens.weight": ("vocab", "hidden")}, 0, "vocab")
+
+DEEPSEEK_TABLE = (
+    *(row for row in DENSE_TABLE if ".self_attention." not in row.megatron),
+    *LATENT_ATTENTION_ROWS,
+    *EXPERT_ROWS,
+    *SHARED_EXPERT_ROWS,
+)
 
 TABLES: dict[str, tuple[Row, ...]] = {
     "Qwen2ForCausalLM": DENSE_TABLE,
@@ -119,6 +196,8 @@ TABLES: dict[str, tuple[Row, ...]] = {
     "Qwen3MoeForCausalLM": DENSE_TABLE + EXPERT_ROWS,
     "LlamaForCausalLM": DENSE_TABLE,
     "MistralForCausalLM": DENSE_TABLE,
+    "DeepseekV2ForCausalLM": DEEPSEEK_TABLE,
+    "DeepseekV3ForCausalLM": DEEPSEEK_TABLE,
 }
 
 
@@ -129,9 +208,17 @@ def _sizes(model: ModelConfig) -> dict[str, int]:
         "ffn": model.ffn_hidden_size,
         "experts": model.num_moe_experts or 0,
         "expert_ffn": model.moe_ffn_hidden_size or 0,
+        "shared_ffn": model.moe_shared_expert_intermediate_size or 0,
         "query": model.num_attention_heads * model.kv_channels,
         "key": model.num_query_groups * model.kv_channels,
+        "value": model.num_attention_heads * model.value_channels,
         "head": model.kv_channels,
+        "q_latent": model.q_lora_rank or 0,
+        "kv_latent": model.kv_lora_rank or 0,
+        "kv_latent_and_rotary": (model.kv_lora_rank or 0) + model.rotary_channels,
+        # of each head the part of its keys that does not rotate, then its values
+        "unrotated_key_and_value": model.num_attention_heads
+        * (model.kv_channels - model.rotary_channels + model.value_channels),
     }
 
 
@@ -301,21 +388,36 @@ def _layer_parameters(rows: Iterable[Row], model: ModelConfig, layer: int) -> It
 def check_hf_names(model: ModelConfig, names: Iterable[str]) -> None:
     """Check that a Hugging Face checkpoint holds the model's tensors and no others.
 
-    A stored copy of a tied output layer and the rotary frequencies that old files contain are let pass.
+    A stored copy of a tied output layer and the rotary frequencies that old files contain are let pass; so are, with
+    DeepSeek-V3, layers past the model's own: they predict further tokens (MTP) and are neither trained nor kept.
 
     Raises:
-        CheckpointError: tensors are missing or would be lost; lists them.
+        CheckpointError: tensors are missing or would be lost, and lists them; or the weights are fp8 with scales.
     """
+    names = list(names)
+    if scales := [name for name in names if name.endswith("weight_scale_inv")]:
+        raise CheckpointError(
+            f"the {model.architecture} checkpoint holds fp8 weights with {len(scales)} tensors of scales, such as "
+            f"{scales[0]}: convert it to bfloat16 first"
+        )
     expected = {name for parameter in parameter_table(model) for name in parameter.hf_names}
     found = {name for name in names if not name.endswith("rotary_emb.inv_freq")}
     if not model.untie_embeddings_and_output_weights:
         found.discard("lm_head.weight")
+    if model.architecture == "DeepseekV3ForCausalLM":
+        found = {name for name in found if _hf_layer(name) < model.num_layers}
     for problem, difference in (("lacks", expected - found), ("has unexpected", found - expected)):
         if difference:
             listed = ", ".join(sorted(difference))
             raise CheckpointError(
                 f"the {model.architecture} checkpoint {problem} {len(difference)} tensors: {listed}"
             )
+
+
+def _hf_layer(name: str) -> int:
+    """Index of the layer that a Hugging Face name is of; -1 outside the layers."""
+    match = re.match(r"model\.layers\.(\d+)\.", name)
+    return int(match.group(1)) if match else -1
 
 
 def make_parameter(row: Row, model: ModelConfig, layer: int | None = None, expert: int | None = None) -> Parameter:

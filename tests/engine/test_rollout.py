@@ -19,6 +19,7 @@ from mindspeed_rl.device.cpu import CpuDevice
 from mindspeed_rl.engine.vllm.engine import VllmEngine
 from mindspeed_rl.types import RolloutBatch
 
+DEEPSEEK = ["deepseek_v2", "deepseek_v2-groups", "deepseek_v3"]
 PROMPTS = [[6, 2, 7, 5], [9, 1, 8], [10, 5], [6, 6, 6, 6, 6], [11, 3], [12, 4, 9], [*range(1, 16), *range(15, 0, -1)]]
 STOP = [0]
 MAX_TOKENS = 12
@@ -71,6 +72,9 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         "llama-yarn": str(make_family(root / "llama-yarn", "llama-yarn")),
         "mistral": str(mistral),
         "qwen3_moe": str(make_tiny_model(root / "qwen3_moe", architecture="qwen3_moe")),
+        "deepseek_v2": str(make_family(root / "deepseek_v2", "deepseek_v2")),
+        "deepseek_v2-groups": str(make_family(root / "deepseek_v2-groups", "deepseek_v2-groups")),
+        "deepseek_v3": str(make_family(root / "deepseek_v3", "deepseek_v3")),
     }
 
 
@@ -114,7 +118,7 @@ def test_layouts_generate_the_same(
     assert any(result["scored"] is not None for result in results)
 
 
-@pytest.mark.parametrize("family", ["qwen2-tied", "qwen3", "llama-yarn", "mistral", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["qwen2-tied", "qwen3", "llama-yarn", "mistral", "qwen3_moe", *DEEPSEEK])
 def test_greedy_output_equals_that_of_transformers(family: str, folders: dict[str, str]) -> None:
     result = run_ranks(1, rollout, folders[family], {}, 1, 0.0)[0]
     assert_rollout_equals_training(result)

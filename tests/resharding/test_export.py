@@ -40,12 +40,27 @@ def experts_model(**overrides) -> ModelConfig:
     return tiny_model(architecture="Qwen3MoeForCausalLM", **experts, **overrides)
 
 
+def latent_model(**overrides) -> ModelConfig:
+    """Latent attention, and experts with a bias and a shared one in every layer but the first."""
+    attention = {
+        "num_query_groups": 4,
+        "qk_pos_emb_head_dim": 2,
+        "v_head_dim": 5,
+        "kv_lora_rank": 8,
+        "q_lora_rank": 7,
+    }
+    experts = {"num_moe_experts": 8, "moe_router_topk": 2, "moe_ffn_hidden_size": 20, "moe_layer_freq": (0, 1, 1)}
+    further = {"moe_router_score_function": "sigmoid", "moe_shared_expert_intermediate_size": 12}
+    settings = {**attention, **experts, **further, "moe_router_enable_expert_bias": True, **overrides}
+    return tiny_model(architecture="DeepseekV3ForCausalLM", add_qkv_bias=False, qk_layernorm=False, **settings)
+
+
 def full_weights(model):
-    """Hugging Face tensors: bfloat16, but layer norms in float32."""
+    """Hugging Face tensors: bfloat16, but layer norms and biases in float32."""
     generator = torch.Generator().manual_seed(5)
     weights = {}
     for parameter in parameter_table(model):
-        dtype = torch.float32 if "norm" in parameter.name else torch.bfloat16
+        dtype = torch.float32 if "norm" in parameter.name or "bias" in parameter.name else torch.bfloat16
         for name, shape in zip(parameter.hf_names, parameter.hf_shapes, strict=True):
             weights[name] = torch.randn(shape, generator=generator).to(dtype)
     return weights
@@ -145,7 +160,8 @@ def test_every_rank_gets_every_tensor_bit_for_bit(layout, tmp_path):
     ids=["ep2", "dp4ep2", "tp2ep2", "pp2ep2", "tp2pp2"],
 )
 def test_every_rank_gets_every_expert_bit_for_bit(layout, tmp_path):
-    mp.spawn(export_and_compare, (layout, [experts_model()], tmp_path / "rendezvous"), nprocs=layout.world)
+    models = [experts_model(), latent_model()]
+    mp.spawn(export_and_compare, (layout, models, tmp_path / "rendezvous"), nprocs=layout.world)
 
 
 def test_one_rank_copies_no_more_than_the_layout_needs():
