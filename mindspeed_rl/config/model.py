@@ -21,7 +21,7 @@ Architecture = Literal[
 ]
 DEEPSEEK_ARCHITECTURES = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM")  # latent attention and experts
 MOE_ARCHITECTURES = ("Qwen3MoeForCausalLM", *DEEPSEEK_ARCHITECTURES)
-_REQUIRED_KEYS = (
+_REQUIRED_KEYS: tuple[str, ...] = (
     "num_hidden_layers",
     "hidden_size",
     "intermediate_size",

@@ -65,11 +65,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("mistral", {"sliding_window": None}),
     "deepseek_v2": (
         "deepseek_v2",
-        {**DEEPSEEK, "n_shared_experts": 2, "rope_parameters": {**SCALED, **YARN, **MSCALES}},
+        {**DEEPSEEK, **GROUPS, "topk_method": "group_limited_greedy", "n_shared_experts": 2},
     ),
-    "deepseek_v2-groups": (
+    "deepseek_v2-yarn": (
         "deepseek_v2",
-        {**DEEPSEEK, **GROUPS, "q_lora_rank": 24, "topk_method": "group_limited_greedy"},
+        {**DEEPSEEK, "q_lora_rank": 24, "rope_parameters": {**SCALED, **YARN, **MSCALES}},
     ),
     "deepseek_v3": (
         "deepseek_v3",
