@@ -13,6 +13,10 @@ from typing import Any
 
 import torch
 from transformers import (
+    DeepseekV2Config,
+    DeepseekV2ForCausalLM,
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     Qwen2Config,
@@ -31,6 +35,28 @@ ARCHITECTURES: dict[str, tuple[Any, Any]] = {
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
     "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
     "llama": (LlamaConfig, LlamaForCausalLM),
+    "deepseek_v2": (DeepseekV2Config, DeepseekV2ForCausalLM),
+    "deepseek_v3": (DeepseekV3Config, DeepseekV3ForCausalLM),
+}
+ROTARY = 16  # channels of a head that rotate
+DEEPSEEK = {
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": ROTARY,
+    "v_head_dim": 16,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+}
+ROUTING: dict[str, dict[str, Any]] = {
+    "deepseek_v2": {"q_lora_rank": None, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0},
+    "deepseek_v3": {
+        "q_lora_rank": 48,
+        "n_group": 4,
+        "topk_group": 2,
+        "routed_scaling_factor": 2.5,
+        "scoring_func": "sigmoid",  # vLLM reads these two, transformers takes them for granted
+        "topk_method": "noaux_tc",
+    },
 }
 
 
@@ -75,11 +101,11 @@ def make_tiny_model(
 
     Args:
         path: the folder.
-        architecture: `qwen2`, `qwen3`, `qwen3_moe` or `llama`.
+        architecture: `qwen2`, `qwen3`, `qwen3_moe`, `llama`, `deepseek_v2` or `deepseek_v3`.
         vocab: rows of the embedding; more than the tokenizer has is allowed.
         tie: the output layer shares the embedding's weights.
         seed: seed of the random weights.
-        experts: experts of a layer, `qwen3_moe` only; so are `experts_per_token` and their width `expert_ffn`.
+        experts: experts of a layer, where there are any; so are `experts_per_token` and their width `expert_ffn`.
         further: other settings of the Hugging Face configuration, by name.
 
     Raises:
@@ -90,9 +116,15 @@ def make_tiny_model(
     if vocab < len(TOKENS):
         raise ValueError(f"vocab = {vocab}: the tokenizer has {len(TOKENS)} tokens")
     config_class, model_class = ARCHITECTURES[architecture]
+    head_dim = hidden // heads
     if architecture == "qwen3_moe":
         mixture = {"num_experts": experts, "num_experts_per_tok": experts_per_token, "norm_topk_prob": True}
         further = {**mixture, "moe_intermediate_size": expert_ffn, **further}
+    elif "deepseek" in architecture:
+        kv_heads, head_dim = heads, ROTARY
+        mixture = {"n_routed_experts": experts, "num_experts_per_tok": experts_per_token}
+        mixture["moe_intermediate_size"] = expert_ffn
+        further = {**mixture, **DEEPSEEK, **ROUTING[architecture], **further}
     config = config_class(
         vocab_size=vocab,
         hidden_size=hidden,
@@ -100,7 +132,7 @@ def make_tiny_model(
         num_hidden_layers=layers,
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
-        head_dim=hidden // heads,
+        head_dim=head_dim,
         max_position_embeddings=max_positions,
         tie_word_embeddings=tie,
         bos_token_id=None,
@@ -111,6 +143,9 @@ def make_tiny_model(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = model_class(config).to(dtype=dtype)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):  # zeros would be no different from none
+                buffer.normal_(std=0.1)
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f"{path.name}.tmp{os.getpid()}")

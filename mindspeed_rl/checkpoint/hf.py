@@ -176,7 +176,7 @@ def _write_index(folder: Path, shards: list[dict[str, torch.Tensor]]) -> None:
 
 
 def _update_config(path: Path, shards: list[dict[str, torch.Tensor]]) -> None:
-    """State the dtype that most weights have, so that transformers loads them as they are."""
+    """State the dtype that most weights have, so that transformers loads them as they are, and what is not there."""
     sizes: dict[str, int] = {}
     for shard in shards:
         for tensor in shard.values():
@@ -187,4 +187,6 @@ def _update_config(path: Path, shards: list[dict[str, torch.Tensor]]) -> None:
     config = json.loads(path.read_text(encoding="utf-8"))
     key = "torch_dtype" if "torch_dtype" in config else "dtype"  # the older name stays where it is used
     config[key] = max(sizes, key=lambda name: sizes[name])
+    if config.get("num_nextn_predict_layers"):  # DeepSeek-V3: layers that the trainer leaves out
+        config["num_nextn_predict_layers"] = 0
     write_json(path, config)

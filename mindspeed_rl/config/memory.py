@@ -76,7 +76,7 @@ def estimate_memory(cfg: Config, model: ModelConfig, layout: Layout) -> MemoryEs
         reference=reference,
         activations=activation_bytes(cfg, model, layout),
         logits=logit_bytes(cfg, model, layout),
-        rollout_weights=model.num_parameters * _DTYPE_BYTES[generate.dtype] // layout.infer_tp,
+        rollout_weights=rollout_parameters(model, layout.infer_tp) * _DTYPE_BYTES[generate.dtype],
         kv_per_token=kv_per_token,
         kv_full=kv_per_token * generate.max_model_len * running,
         training_kept=shared if layout.integrated else 0,
@@ -91,20 +91,32 @@ def most_layers(cfg: Config, model: ModelConfig) -> int:
 def stage_parameters(cfg: Config, model: ModelConfig, layout: Layout) -> int:
     """Parameters on a device of the largest pipeline stage: its layers and, where PP > 1, one embedding; over TP.
 
-    Experts are divided by EP as well.
+    Experts are divided by EP as well, `replicated_parameters` by neither.
     Norm weights, which every tensor-parallel rank holds whole, are counted as if divided: less than 0.1 %.
     """
+    layers = most_layers(cfg, model)
+    replicated = model.replicated_parameters * layers // model.num_layers
     embedding = model.padded_vocab_size(layout.tp) * model.hidden_size
     copies = 1 if layout.pp > 1 or not model.untie_embeddings_and_output_weights else 2
     stored = model.vocab_size * model.hidden_size * (2 if model.untie_embeddings_and_output_weights else 1)
-    in_layers = model.num_parameters - model.expert_parameters - stored
-    in_stage = in_layers * most_layers(cfg, model) // model.num_layers
-    return (in_stage + copies * embedding) // layout.tp + stage_expert_parameters(cfg, model, layout)
+    in_layers = model.num_parameters - model.expert_parameters - model.replicated_parameters - stored
+    in_stage = in_layers * layers // model.num_layers
+    divided = (in_stage + copies * embedding) // layout.tp
+    return divided + replicated + stage_expert_parameters(cfg, model, layout)
 
 
 def stage_expert_parameters(cfg: Config, model: ModelConfig, layout: Layout) -> int:
-    """The part of `stage_parameters` that are experts, divided by TP, EP and the stages."""
-    return model.expert_parameters * most_layers(cfg, model) // (model.num_layers * layout.tp * layout.ep)
+    """The part of `stage_parameters` that are experts, of the stage with most of them, divided by TP and EP."""
+    if not model.num_moe_layers:
+        return 0
+    stages = pipeline_chunks(model.num_layers, cfg.actor)
+    layers = max(sum(model.is_moe_layer(layer) for chunk in stage for layer in chunk) for stage in stages)
+    return model.expert_parameters * layers // (model.num_moe_layers * layout.tp * layout.ep)
+
+
+def rollout_parameters(model: ModelConfig, infer_tp: int) -> int:
+    """Parameters on a device of rollout: divided by its tensor parallelism, `replicated_parameters` excepted."""
+    return (model.num_parameters - model.replicated_parameters) // infer_tp + model.replicated_parameters
 
 
 def micro_batch_tokens(cfg: Config, layout: Layout) -> int:
@@ -126,20 +138,23 @@ def activation_bytes(cfg: Config, model: ModelConfig, layout: Layout) -> int:
     Recomputation in Large Transformer Models", counted anew for SwiGLU and grouped queries without dropout), in units
     of the element size: input, both norms' outputs and the attention's residual 4 h, over TP with sequence parallel;
     q, k, v and attention output (2 q + 2 kv) d / TP, gate, up and product 3 f / TP. In a layer with experts, evenly
-    used, a token is there k times: its input and output 2 h k, and 3 f k / TP with the width f of an expert. `full`
-    recomputation keeps the input alone of a recomputed layer (`block`) or of a group of layers (`uniform`), and one
-    group while it is redone.
+    used, a token is there k times: its input and output 2 h k, and 3 f k / TP with the width f of an expert; beside
+    3 f / TP of the shared expert. Latent attention has as many key/value as query heads, and its short vectors before
+    and after their norms, 2 l, over TP with sequence parallel. `full` recomputation keeps the input alone of a
+    recomputed layer (`block`) or of a group of layers (`uniform`), and one group while it is redone.
     The first of PP stages has up to PP micro-batches in flight; interleaved in V chunks 1 + (PP - 1) / (PP V) times
     as many of its layers' activations (same paper, section 4.2.3).
     """
     actor, tp = cfg.actor, layout.tp
     replicated = tp if actor.sequence_parallel else 1
     hidden = model.hidden_size / replicated
+    latents = 2 * ((model.q_lora_rank or 0) + (model.kv_lora_rank or 0)) / replicated
     heads = (2 * model.num_attention_heads + 2 * model.num_query_groups) * model.kv_channels / tp
     dense = 3 * model.ffn_hidden_size / tp
     routed = (model.moe_router_topk or 0) * (2 * model.hidden_size + 3 * (model.moe_ffn_hidden_size or 0) / tp)
+    routed += 3 * (model.moe_shared_expert_intermediate_size or 0) / tp
     share = model.num_moe_layers / model.num_layers
-    layer = 4 * hidden + heads + (1 - share) * dense + share * routed
+    layer = 4 * hidden + latents + heads + (1 - share) * dense + share * routed
     layers, group = most_layers(cfg, model), actor.recompute_num_layers or 1
     if actor.recompute_granularity != "full":
         kept, redone = layers * layer, 0.0
@@ -164,6 +179,12 @@ def logit_bytes(cfg: Config, model: ModelConfig, layout: Layout) -> int:
 
 
 def kv_bytes_per_token(cfg: Config, model: ModelConfig) -> int:
-    """Keys and values of one token on one device: 2 x layers x ceil(groups / infer TP) x head size x element size."""
+    """Keys and values of one token on one device: 2 x layers x ceil(groups / infer TP) x head size x element size.
+
+    With latent attention every device keeps the vector that they come from, and the rotating part of the keys.
+    """
+    width = _DTYPE_BYTES[cfg.generate_config.dtype]
+    if model.kv_lora_rank is not None and cfg.device != "cpu":  # whose rollout computes keys and values first
+        return model.num_layers * (model.kv_lora_rank + model.rotary_channels) * width
     groups = -(-model.num_query_groups // cfg.generate_config.infer_tensor_parallel_size)
-    return 2 * model.num_layers * groups * model.kv_channels * _DTYPE_BYTES[cfg.generate_config.dtype]
+    return 2 * model.num_layers * groups * model.kv_channels * width

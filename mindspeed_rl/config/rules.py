@@ -264,9 +264,10 @@ def recompute_keys_agree(cfg: Config) -> Found:
             yield Violation(actor_path(cfg, key), value, message, "set recompute_granularity: full, or remove it")
 
 
-@rule("actor.recompute_num_layers", PP, needs_model=True)
+@rule("actor.recompute_num_layers", PP, "actor.num_layer_list", "actor.noop_layers", needs_model=True)
 def recompute_layers_exist(cfg: Config, model: ModelConfig) -> Found:
-    layers, here = cfg.actor.recompute_num_layers, model.num_layers // cfg.actor.pipeline_model_parallel_size
+    layers, positions = cfg.actor.recompute_num_layers, model.num_layers + len(cfg.actor.noop_layers or ())
+    here = max(cfg.actor.num_layer_list or (positions // cfg.actor.pipeline_model_parallel_size,))
     if layers is not None and layers > max(here, 1):
         message = f"a pipeline stage has only {here} of the model's {model.num_layers} layers"
         yield Violation(actor_path(cfg, "recompute_num_layers"), layers, message, f"at most {here}")

@@ -52,9 +52,11 @@ def offload_makes_room_for_rollout(cfg: Config) -> Found:
 
 
 def mlp_widths(model: ModelConfig, experts: bool = True) -> list[str]:
-    """The widths of MLPs that tensor parallelism divides; with or without those of experts."""
-    dense = ["ffn_hidden_size"] if model.num_moe_layers < model.num_layers else []
-    return [*dense, "moe_ffn_hidden_size"] if experts and model.num_moe_layers else dense
+    """The widths of MLPs that tensor parallelism divides; with or without those of experts that tokens choose."""
+    widths = ["ffn_hidden_size"] if model.num_moe_layers < model.num_layers else []
+    if model.moe_shared_expert_intermediate_size:
+        widths.append("moe_shared_expert_intermediate_size")
+    return [*widths, "moe_ffn_hidden_size"] if experts and model.num_moe_layers else widths
 
 
 @rule(TP, needs_model=True)

@@ -80,7 +80,13 @@ class Device(Protocol):
         """[nbytes] uint8 in host memory, page-locked where the device can copy from and to it on its own then."""
 
     def varlen_attention(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cu_seqlens: torch.Tensor, max_seqlen: int
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        cu_seqlens: torch.Tensor,
+        max_seqlen: int,
+        scale: float | None = None,
     ) -> torch.Tensor:
         """Causal attention inside each of the packed sequences.
 
@@ -90,6 +96,7 @@ class Device(Protocol):
             value: as `key`.
             cu_seqlens: [B + 1] int32, where sequence i is rows cu_seqlens[i] to cu_seqlens[i + 1].
             max_seqlen: length of the longest sequence.
+            scale: what scores are multiplied with; None: head dimension^-1/2.
 
         Returns:
             [T, heads, head dimension].

@@ -82,7 +82,13 @@ class CpuDevice:
         return torch.empty(nbytes, dtype=torch.uint8)
 
     def varlen_attention(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cu_seqlens: torch.Tensor, max_seqlen: int
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        cu_seqlens: torch.Tensor,
+        max_seqlen: int,
+        scale: float | None = None,
     ) -> torch.Tensor:
         """Pads to [B, heads, L, dimension] for one SDPA call: a causal mask hides padding on the right by itself."""
         lengths = (cu_seqlens[1:] - cu_seqlens[:-1]).long()
@@ -94,7 +100,9 @@ class CpuDevice:
             padded = packed.new_zeros(len(lengths), max_seqlen, *packed.shape[1:])
             return padded.index_put((row, column), packed).transpose(1, 2)
 
-        output = F.scaled_dot_product_attention(pad(query), pad(key), pad(value), is_causal=True, enable_gqa=True)
+        output = F.scaled_dot_product_attention(
+            pad(query), pad(key), pad(value), is_causal=True, scale=scale, enable_gqa=True
+        )
         return output.transpose(1, 2)[row, column]
 
     def rms_norm(self, hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -105,8 +113,13 @@ class CpuDevice:
         return {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // ranks))}
 
     def vllm_environment(self, kv_cache_gib: int, eager: bool) -> dict[str, str]:
-        # binding threads to cores would put all ranks of a machine on the same ones
-        environment = {"VLLM_CPU_KVCACHE_SPACE": str(kv_cache_gib), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+        environment = {
+            "VLLM_CPU_KVCACHE_SPACE": str(kv_cache_gib),
+            # binding threads to cores would put all ranks of a machine on the same ones
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            # latent attention as plain attention: kernels of its own take bfloat16 or one size of head only
+            "VLLM_MLA_DISABLE": "1",
+        }
         if eager:  # helpers of vLLM's sampler are compiled even so, which takes seconds at the first token
             environment["TORCHDYNAMO_DISABLE"] = "1"
         return environment

@@ -85,7 +85,13 @@ class CudaDevice:
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
     def varlen_attention(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cu_seqlens: torch.Tensor, max_seqlen: int
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        cu_seqlens: torch.Tensor,
+        max_seqlen: int,
+        scale: float | None = None,
     ) -> torch.Tensor:
         # flash attention for packed input, part of torch since 2.10
         from torch.nn.attention.varlen import varlen_attn
@@ -93,7 +99,8 @@ class CudaDevice:
         repeats = query.shape[1] // key.shape[1]
         if repeats > 1:
             key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
-        output = varlen_attn(query, key, value, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, window_size=(-1, 0))
+        lengths = (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
+        output = varlen_attn(query, key, value, *lengths, scale=scale, window_size=(-1, 0))
         assert isinstance(output, torch.Tensor), "no auxiliary output was asked for"
         return output
 

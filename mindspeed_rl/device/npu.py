@@ -93,7 +93,13 @@ class NpuDevice:
         return torch.empty(nbytes, dtype=torch.uint8).pin_memory()
 
     def varlen_attention(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cu_seqlens: torch.Tensor, max_seqlen: int
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        cu_seqlens: torch.Tensor,
+        max_seqlen: int,
+        scale: float | None = None,
     ) -> torch.Tensor:
         """Fused attention in TND layout; sparse mode 3 is right-down causal and takes a fixed 2048 × 2048 mask."""
         import torch_npu
@@ -108,7 +114,7 @@ class NpuDevice:
             query.shape[1],
             input_layout="TND",
             atten_mask=self._causal_mask,
-            scale=query.shape[-1] ** -0.5,
+            scale=query.shape[-1] ** -0.5 if scale is None else scale,
             actual_seq_qlen=ends,
             actual_seq_kvlen=ends,
             sparse_mode=3,

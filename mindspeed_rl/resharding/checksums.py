@@ -10,6 +10,7 @@ Generators"), so that elements which change places or cancel out are found but f
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from math import prod
 
 import torch
 import torch.distributed as dist
@@ -17,7 +18,6 @@ import torch.distributed as dist
 from mindspeed_rl.config.model import ModelConfig
 from mindspeed_rl.resharding.layout import WeightLayout
 from mindspeed_rl.resharding.names import parameter_table
-from mindspeed_rl.resharding.slabs import slabs
 
 CHUNK = 1 << 20  # elements at a time: bounds the memory of the integers
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -94,14 +94,9 @@ def training_checksums(
         is_copy = (tp_rank > 0 and parameter.tp_dim is None) or (ep_rank > 0 and parameter.expert is None)
         if is_copy:  # another rank of the group counts it
             continue
-        shard = local_params[name]
-        for slab in slabs(parameter, tp_rank, layout.tp):
-            shape = parameter.hf_shapes[slab.tensor]
-            width = shape[1] if len(shape) > 1 else 1
-            part = shard[slab.rows.start : slab.rows.stop]
-            sums[index_of[parameter.hf_names[slab.tensor]]] += checksum(
-                part, width, slab.start, slab.columns.start or 0
-            )
+        elements = local_params[name].detach().reshape(-1)
+        for slab in parameter.slabs(tp_rank, layout.tp):
+            sums[index_of[slab.name]] += checksum(slab.of_shard(elements), prod(slab.shape[1:]), *slab.offsets)
     if replica_group is not None:
         dist.all_reduce(sums, group=replica_group)
     return dict(zip(names, sums.tolist(), strict=True))

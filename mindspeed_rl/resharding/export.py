@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
@@ -17,7 +18,6 @@ import torch.distributed as dist
 from mindspeed_rl.common.errors import CheckpointError
 from mindspeed_rl.device.base import Device
 from mindspeed_rl.resharding.plan import Bucket, Collective, ExportPlan, Piece
-from mindspeed_rl.resharding.slabs import slabs
 
 
 @dataclass(frozen=True)
@@ -161,13 +161,13 @@ def _start(collective: Collective, groups: Groups, mine: torch.Tensor, gathered:
 
 def _place(piece: Piece, arrived: torch.Tensor, tensors: list[torch.Tensor], tp_size: int) -> None:
     """Copy the rows of a piece to where they belong in the parameter's Hugging Face tensors."""
-    into, rows = [], []
-    for tp_rank, shard in enumerate(piece.views(arrived)):
-        for slab in slabs(piece.parameter, tp_rank, tp_size):
-            part = slab.within(piece.rows)
-            if part is not None:
-                into.append(part.of(tensors))
-                first = part.rows.start - piece.rows.start
-                rows.append(shard[first : first + len(part.rows)])
-    if into:
-        torch._foreach_copy_(into, rows)
+    by_name = dict(zip(piece.parameter.hf_names, tensors, strict=True))
+    width = prod(piece.shape[1:])
+    start, stop = piece.rows.start * width, piece.rows.stop * width
+    into, parts = [], []
+    for tp_rank, rows in enumerate(piece.views(arrived)):
+        for slab in piece.parameter.slabs(tp_rank, tp_size, start, stop):
+            into.append(slab.of_tensor(by_name[slab.name]))
+            parts.append(slab.of_shard(rows.view(-1), start))
+    if into:  # rows that pad the vocabulary are of no tensor
+        torch._foreach_copy_(into, parts)

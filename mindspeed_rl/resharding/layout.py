@@ -11,7 +11,8 @@ from mindspeed_rl.common.errors import CheckpointError
 from mindspeed_rl.config.layout import Chunks, pipeline_chunks
 from mindspeed_rl.config.model import ModelConfig
 from mindspeed_rl.config.schema import GenerateConfig, MegatronConfig
-from mindspeed_rl.resharding.names import TIED_OUTPUT, Parameter, make_parameter, parameter_table
+from mindspeed_rl.resharding.names import Parameter, make_parameter, parameter_table
+from mindspeed_rl.resharding.tables import TIED_OUTPUT
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Megatron-core parameter names, shapes and shards, and what they are called in a Hugging Face checkpoint.
 
-A model family is a *table* of `Row`s (`TABLES`); everything else follows from it. One rule covers every row:
+A model family is a *table* of rows (see `tables`). One rule covers every row:
 
     a tensor-parallel shard  =  merge(its slice of each Hugging Face tensor)
 
@@ -11,129 +11,19 @@ Slices are even cuts along `tp_dim`. Merging one tensor does nothing; `gate_up` 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
 
 from mindspeed_rl.common.errors import CheckpointError
 from mindspeed_rl.config.model import ModelConfig
+from mindspeed_rl.resharding.tables import TABLES, Row, Transform, sizes_of
 
-Transform = Literal["plain", "qkv", "gate_up", "vocab"]
 Shape = tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Row:
-    """One kind of parameter. `{layer}` and `{expert}` in the names stand for the indices of layer and expert."""
-
-    megatron: str
-    hf: Mapping[str, tuple[str, ...]]  # Hugging Face name -> its shape in the sizes of `_sizes`
-    tp_dim: int | None  # dimension cut by tensor parallelism; None: every rank holds the whole
-    transform: Transform = "plain"
-    condition: str | None = None  # field of ModelConfig that must be true for the parameter to exist
-    layers: Literal["dense", "moe"] | None = None  # only in layers without or with experts; None: in every layer
-
-
-_MCORE, _HF = "decoder.layers.{layer}.", "model.layers.{layer}."
-
-DENSE_TABLE = (
-    Row("embedding.word_embeddings.weight", {"model.embed_tokens.weight": ("vocab", "hidden")}, 0, "vocab"),
-    Row(_MCORE + "input_layernorm.weight", {_HF + "input_layernorm.weight": ("hidden",)}, None),
-    Row(
-        _MCORE + "self_attention.linear_qkv.weight",
-        {
-            _HF + "self_attn.q_proj.weight": ("query", "hidden"),
-            _HF + "self_attn.k_proj.weight": ("key", "hidden"),
-            _HF + "self_attn.v_proj.weight": ("key", "hidden"),
-        },
-        0,
-        "qkv",
-    ),
-    Row(
-        _MCORE + "self_attention.linear_qkv.bias",
-        {
-            _HF + "self_attn.q_proj.bias": ("query",),
-            _HF + "self_attn.k_proj.bias": ("key",),
-            _HF + "self_attn.v_proj.bias": ("key",),
-        },
-        0,
-        "qkv",
-        condition="add_qkv_bias",
-    ),
-    Row(
-        _MCORE + "self_attention.q_layernorm.weight",
-        {_HF + "self_attn.q_norm.weight": ("head",)},
-        None,
-        condition="qk_layernorm",
-    ),
-    Row(
-        _MCORE + "self_attention.k_layernorm.weight",
-        {_HF + "self_attn.k_norm.weight": ("head",)},
-        None,
-        condition="qk_layernorm",
-    ),
-    Row(_MCORE + "self_attention.linear_proj.weight", {_HF + "self_attn.o_proj.weight": ("hidden", "query")}, 1),
-    Row(_MCORE + "pre_mlp_layernorm.weight", {_HF + "post_attention_layernorm.weight": ("hidden",)}, None),
-    Row(
-        _MCORE + "mlp.linear_fc1.weight",
-        {_HF + "mlp.gate_proj.weight": ("ffn", "hidden"), _HF + "mlp.up_proj.weight": ("ffn", "hidden")},
-        0,
-        "gate_up",
-        layers="dense",
-    ),
-    Row(_MCORE + "mlp.linear_fc2.weight", {_HF + "mlp.down_proj.weight": ("hidden", "ffn")}, 1, layers="dense"),
-    Row("decoder.final_layernorm.weight", {"model.norm.weight": ("hidden",)}, None),
-    Row(
-        "output_layer.weight",
-        {"lm_head.weight": ("vocab", "hidden")},
-        0,
-        "vocab",
-        condition="untie_embeddings_and_output_weights",
-    ),
-)
-_EXPERT, _HF_EXPERT = _MCORE + "mlp.experts.local_experts.{expert}.", _HF + "mlp.experts.{expert}."
-
-EXPERT_ROWS = (
-    Row(_MCORE + "mlp.router.weight", {_HF + "mlp.gate.weight": ("experts", "hidden")}, None, layers="moe"),
-    Row(
-        _EXPERT + "linear_fc1.weight",
-        {
-            _HF_EXPERT + "gate_proj.weight": ("expert_ffn", "hidden"),
-            _HF_EXPERT + "up_proj.weight": ("expert_ffn", "hidden"),
-        },
-        0,
-        "gate_up",
-        layers="moe",
-    ),
-    Row(_EXPERT + "linear_fc2.weight", {_HF_EXPERT + "down_proj.weight": ("hidden", "expert_ffn")}, 1, layers="moe"),
-)
-# With tied embeddings the last of several pipeline stages keeps its own copy of the embedding.
-TIED_OUTPUT = Row("output_layer.weight", {"model.embed_tokens.weight": ("vocab", "hidden")}, 0, "vocab")
-
-TABLES: dict[str, tuple[Row, ...]] = {
-    "Qwen2ForCausalLM": DENSE_TABLE,
-    "Qwen3ForCausalLM": DENSE_TABLE,
-    "Qwen3MoeForCausalLM": DENSE_TABLE + EXPERT_ROWS,
-    "LlamaForCausalLM": DENSE_TABLE,
-    "MistralForCausalLM": DENSE_TABLE,
-}
-
-
-def _sizes(model: ModelConfig) -> dict[str, int]:
-    return {
-        "vocab": model.vocab_size,
-        "hidden": model.hidden_size,
-        "ffn": model.ffn_hidden_size,
-        "experts": model.num_moe_experts or 0,
-        "expert_ffn": model.moe_ffn_hidden_size or 0,
-        "query": model.num_attention_heads * model.kv_channels,
-        "key": model.num_query_groups * model.kv_channels,
-        "head": model.kv_channels,
-    }
 
 
 class TensorReader(Protocol):
@@ -153,6 +43,15 @@ class Slab:
     sizes: Shape
     start: int  # index of its first element in the flattened shard
 
+    def of_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A view of the rectangle in the Hugging Face tensor."""
+        return tensor[tuple(slice(first, first + size) for first, size in zip(self.offsets, self.sizes, strict=True))]
+
+    def of_shard(self, elements: torch.Tensor, start: int = 0) -> torch.Tensor:
+        """A view of the rectangle in the elements of a flattened shard from `start` on."""
+        first = self.start - start
+        return elements[first : first + prod(self.sizes)].view(self.sizes)
+
 
 @dataclass(frozen=True)
 class Parameter:
@@ -170,6 +69,7 @@ class Parameter:
     groups: int  # query groups that `qkv` interleaves; 1 otherwise
     layer: int | None  # global layer index; None outside the layers
     expert: int | None = None  # index among all experts of the layer; None for what is no expert's
+    is_float32: bool = False  # in training, whatever its precision
 
     @property
     def shape(self) -> Shape:
@@ -349,15 +249,24 @@ def _layer_parameters(rows: Iterable[Row], model: ModelConfig, layer: int) -> It
 def check_hf_names(model: ModelConfig, names: Iterable[str]) -> None:
     """Check that a Hugging Face checkpoint holds the model's tensors and no others.
 
-    A stored copy of a tied output layer and the rotary frequencies that old files contain are let pass.
+    A stored copy of a tied output layer and the rotary frequencies that old files contain are let pass; so are, with
+    DeepSeek-V3, layers past the model's own: they predict further tokens (MTP) and are neither trained nor kept.
 
     Raises:
-        CheckpointError: tensors are missing or would be lost; lists them.
+        CheckpointError: tensors are missing or would be lost, and lists them; or the weights are fp8 with scales.
     """
+    names = list(names)
+    if scales := [name for name in names if name.endswith("weight_scale_inv")]:
+        raise CheckpointError(
+            f"the {model.architecture} checkpoint holds fp8 weights with {len(scales)} tensors of scales, such as "
+            f"{scales[0]}: convert it to bfloat16 first"
+        )
     expected = {name for parameter in parameter_table(model) for name in parameter.hf_names}
     found = {name for name in names if not name.endswith("rotary_emb.inv_freq")}
     if not model.untie_embeddings_and_output_weights:
         found.discard("lm_head.weight")
+    if model.architecture == "DeepseekV3ForCausalLM":
+        found = {name for name in found if _hf_layer(name) < model.num_layers}
     for problem, difference in (("lacks", expected - found), ("has unexpected", found - expected)):
         if difference:
             listed = ", ".join(sorted(difference))
@@ -366,9 +275,15 @@ def check_hf_names(model: ModelConfig, names: Iterable[str]) -> None:
             )
 
 
+def _hf_layer(name: str) -> int:
+    """Index of the layer that a Hugging Face name is of; -1 outside the layers."""
+    match = re.match(r"model\.layers\.(\d+)\.", name)
+    return int(match.group(1)) if match else -1
+
+
 def make_parameter(row: Row, model: ModelConfig, layer: int | None = None, expert: int | None = None) -> Parameter:
     """Fill a row of the table with a model's sizes and the indices of a layer and an expert of it."""
-    sizes = _sizes(model)
+    sizes = sizes_of(model)
     return Parameter(
         name=row.megatron.format(layer=layer, expert=expert),
         hf_names=tuple(name.format(layer=layer, expert=expert) for name in row.hf),
@@ -378,6 +293,7 @@ def make_parameter(row: Row, model: ModelConfig, layer: int | None = None, exper
         groups=model.num_query_groups if row.transform == "qkv" else 1,
         layer=layer,
         expert=expert,
+        is_float32=row.is_float32,
     )
 
 

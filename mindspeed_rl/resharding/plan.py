@@ -151,7 +151,7 @@ class ExportPlan:
 def planned_dtypes(cfg: MegatronConfig, model: ModelConfig) -> dict[str, torch.dtype]:
     """Of every parameter of the actor, by Megatron name."""
     dtype = torch.bfloat16 if cfg.bf16 else torch.float32
-    return {parameter.name: dtype for parameter in parameter_table(model)}
+    return {p.name: torch.float32 if p.is_float32 else dtype for p in parameter_table(model)}
 
 
 def make_plan(

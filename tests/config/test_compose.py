@@ -92,6 +92,8 @@ PUBLISHED_PARAMETERS = {
     "llama32_1b": 1_235_814_400,
     "mistral_7b": 7_248_023_552,
     "smollm2_135m": 134_515_008,
+    "deepseekv2_lite": 15_706_484_224,
+    "deepseekv3_671b": 671_026_419_200,  # without the scales of fp8 and the layer for a further token
 }
 
 
@@ -103,7 +105,7 @@ def test_presets_have_the_published_number_of_parameters(preset, tmp_path):
 
 
 def test_every_preset_is_compared_with_a_published_model():
-    assert {*PUBLISHED_PARAMETERS, "tiny_qwen2", "tiny_qwen3_moe"} == {
+    assert {*PUBLISHED_PARAMETERS, "tiny_qwen2", "tiny_qwen3_moe", "tiny_deepseek_v3"} == {
         path.stem for path in (CONFIGS / "model").glob("*.yaml")
     }
 

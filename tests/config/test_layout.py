@@ -291,7 +291,9 @@ def test_experts_are_divided_further():
     assert (layout.tp, layout.dp, layout.ep) == (4, 4, 4)
     experts = 48 * 128 * 3 * 2048 * 768
     assert model.expert_parameters == experts
-    others = (model.num_parameters - experts) // 4
+    routers = 48 * 128 * 2048
+    assert model.replicated_parameters == routers
+    others = (model.num_parameters - experts - routers) // 4 + routers
     assert stage_parameters(cfg, model, layout) == pytest.approx(others + experts // 16, rel=1e-3)
     memory = estimate_memory(cfg, model, layout)
     assert memory.optimizer == pytest.approx(12 * (others / 4 + experts / 16), rel=1e-3)  # one replica of each expert
@@ -306,6 +308,32 @@ def test_activations_of_experts_are_those_of_the_tokens_sent_to_them():
     hidden, heads = 2048 / 4, (2 * 32 + 2 * 4) * 128 / 4
     routed = 8 * (2 * 2048 + 3 * 768 / 4)
     assert found == pytest.approx(2 * 4096 * 2 * (48 * hidden + 4 * hidden + heads + routed))
+
+
+def test_memory_of_latent_attention_and_shared_experts():
+    cfg, model, layout = loaded("grpo_trainer_deepseekv3_671b")
+    assert (layout.tp, layout.pp, layout.dp, layout.ep) == (8, 16, 2, 2)
+    whole = 7168 * (1536 + 512 + 64) + 58 / 61 * 256 * 7168  # of a layer: down-projections, and most have a router
+    attention = 1536 * 128 * 192 + 512 * 128 * (128 + 128) + 128 * 128 * 7168
+    expert, mlp = 3 * 7168 * 2048, 3 * 7168 * 18432
+    others = (4 * (attention + (3 * mlp + 58 * expert) / 61) + 129280 * 7168) / 8 + 4 * whole
+    experts = 4 * 256 * expert / (8 * 2)  # no layer of the fullest stage is without
+    assert stage_parameters(cfg, model, layout) == pytest.approx(others + experts, rel=1e-3)
+    memory = estimate_memory(cfg, model, layout)
+    assert memory.optimizer == pytest.approx(12 * (others / 2 + experts), rel=1e-3)
+    assert memory.kv_per_token == 61 * (512 + 64) * 2
+    divided = model.num_parameters - 61 * whole
+    assert memory.rollout_weights == pytest.approx(2 * (divided / 32 + 61 * whole), rel=1e-3)
+
+
+def test_activations_of_latent_attention_and_shared_experts():
+    changes = ["megatron_training.recompute_method=uniform", "megatron_training.recompute_num_layers=1"]
+    found = activation_bytes(*loaded("grpo_trainer_deepseekv3_671b", *changes))
+    hidden, latents, heads = 7168 / 8, 2 * (1536 + 512) / 8, 4 * 128 * 192 / 8
+    routed = 8 * (2 * 7168 + 3 * 2048 / 8) + 3 * 2048 / 8
+    layer = 4 * hidden + latents + heads + 3 / 61 * 3 * 18432 / 8 + 58 / 61 * routed
+    # 16 micro-batches of one sequence in flight, of whose four layers the input is kept; one layer is redone
+    assert found == pytest.approx(4096 * 2 * (16 * 4 * hidden + layer))
 
 
 def test_report_of_a_mixture_of_experts():

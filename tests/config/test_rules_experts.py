@@ -6,6 +6,8 @@ from test_rules import BASE, violations_of
 
 from mindspeed_rl.config.compose import load_config
 
+LARGE = "grpo_trainer_deepseekv3_671b"
+
 
 @pytest.mark.parametrize(
     "overrides",
@@ -57,3 +59,17 @@ def test_experts_in_rollout(overrides, path, message):
 def test_a_dense_model_has_no_expert_parallel_ranks():
     (violation,) = violations_of("actor_config.expert_model_parallel_size=2")
     assert "a Qwen2ForCausalLM has no experts" in violation.message
+
+
+def test_shared_experts_are_divided_by_tensor_parallelism_also_beside_whole_experts():
+    found = violations_of("model.deepseekv3_671b.moe_shared_expert_intermediate_size=2052", name=LARGE)
+    assert [(v.path, v.value) for v in found] == [
+        ("actor_config.tensor_model_parallel_size", 8),
+        ("generate_config.infer_tensor_parallel_size", 32),
+    ]
+    assert all("moe_shared_expert_intermediate_size = 2052" in v.message for v in found)
+
+
+def test_recomputed_layers_are_those_of_the_largest_stage():
+    (violation,) = violations_of("megatron_training.recompute_num_layers=5", name=LARGE)
+    assert "only 4 of the model's 61 layers" in violation.message

@@ -1,4 +1,4 @@
-"""Every dense family in the training engine against transformers, also beyond the original length."""
+"""Every family in the training engine against transformers, also beyond the original length."""
 
 from pathlib import Path
 from typing import Any

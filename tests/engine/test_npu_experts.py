@@ -1,11 +1,12 @@
-"""Experts as vLLM-Ascend keeps them, with layers that follow its published source: no NPU is needed for layouts."""
+"""Weights as vLLM-Ascend keeps them, with layers that follow its published source: no NPU is needed for layouts."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from mindspeed_rl.engine.vllm.npu import experts_as_loaded
+from mindspeed_rl.engine.vllm.npu import experts_as_loaded, load_weights
 
 
 class Experts(torch.nn.Module):
@@ -59,3 +60,36 @@ def test_experts_are_loaded_in_place(sizes: tuple[int, int], turned_back: bool) 
         assert torch.equal(layer.w2_weight, down.transpose(1, 2))
         assert {name: parameter.data_ptr() for name, parameter in layer.named_parameters()} == memory
         assert all(parameter.is_contiguous() for parameter in layer.parameters())
+
+
+class Attention(torch.nn.Module):
+    """With a copy, of another dtype and shape, of a projection that its implementation knows."""
+
+    def __init__(self, projection: torch.nn.Linear):
+        super().__init__()
+        self.impl = SimpleNamespace(kv_b_proj=projection)
+
+    def process_weights_after_loading(self, dtype: torch.dtype) -> None:
+        self.absorbed = self.impl.kv_b_proj.weight.data.t().to(dtype)
+
+
+class Model(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.kv_b_proj = torch.nn.Linear(3, 4, bias=False)
+        self.attention = Attention(self.kv_b_proj)
+        self.plain = torch.nn.Module()
+        self.plain.impl = SimpleNamespace()  # attention without anything to renew
+
+    def load_weights(self, weights: list[tuple[str, torch.Tensor]]) -> None:
+        self.load_state_dict(dict(weights))
+
+
+def test_latent_attention_computes_with_the_new_weights() -> None:
+    model = Model()
+    worker = SimpleNamespace(
+        model_runner=SimpleNamespace(model=model), model_config=SimpleNamespace(dtype=torch.bfloat16)
+    )
+    for number in (1.0, 2.0):
+        load_weights(worker, [("kv_b_proj.weight", torch.full((4, 3), number))])
+        assert torch.equal(model.attention.absorbed, torch.full((3, 4), number, dtype=torch.bfloat16))

@@ -56,7 +56,30 @@ def rollout(rank: int, folder: str, train: dict[str, int], infer_tp: int, temper
     assert passes[0] == passes[1]
     batch = RolloutBatch(prompts, [torch.tensor(tokens) for tokens, _ in passes[0]])
     scored = training.log_probs(batch, fixed_micro_batches(len(batch), 4), temperature or 1.0)
-    return {"tokens": [t for t, _ in passes[0]], "log_probs": [lp for _, lp in passes[0]], "scored": scored}
+    return {
+        "tokens": [t for t, _ in passes[0]],
+        "log_probs": [lp for _, lp in passes[0]],
+        "scored": scored,
+        "parameters": engine.llm.collective_rpc(parameters)[0],
+    }
+
+
+def parameters(worker: Any) -> dict[str, torch.Tensor]:
+    """This rank's part of vLLM's own weights, as its kernels use them."""
+    return {name: tensor.clone() for name, tensor in worker.model_runner.model.named_parameters()}
+
+
+class FreshlyLoaded(VllmEngine):
+    def _arguments(self, model_folder: str, seed: int) -> dict[str, Any]:
+        return {**super()._arguments(model_folder, seed), "load_format": "auto"}
+
+
+def fresh_parameters(rank: int, folder: str, infer_tp: int) -> dict[str, torch.Tensor]:
+    cfg = GenerateConfig(infer_tensor_parallel_size=infer_tp, dtype="float32", max_model_len=64)
+    found: dict[str, torch.Tensor] = FreshlyLoaded(cfg, folder, CpuDevice(), 1, STOP).llm.collective_rpc(parameters)[
+        0
+    ]
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -71,6 +94,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         "llama-yarn": str(make_family(root / "llama-yarn", "llama-yarn")),
         "mistral": str(mistral),
         "qwen3_moe": str(make_tiny_model(root / "qwen3_moe", architecture="qwen3_moe")),
+        "deepseek_v2": str(make_family(root / "deepseek_v2", "deepseek_v2")),
+        "deepseek_v3": str(make_family(root / "deepseek_v3", "deepseek_v3")),
     }
 
 
@@ -114,7 +139,7 @@ def test_layouts_generate_the_same(
     assert any(result["scored"] is not None for result in results)
 
 
-@pytest.mark.parametrize("family", ["qwen2-tied", "qwen3", "llama-yarn", "mistral", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["qwen2-tied", "qwen3", "llama-yarn", "mistral", "qwen3_moe", "deepseek_v2"])
 def test_greedy_output_equals_that_of_transformers(family: str, folders: dict[str, str]) -> None:
     result = run_ranks(1, rollout, folders[family], {}, 1, 0.0)[0]
     assert_rollout_equals_training(result)
@@ -131,6 +156,20 @@ def test_shared_experts_of_training_are_whole_in_rollout(folders: dict[str, str]
     assert len({tuple(tokens) for tokens in results[0]["tokens"]}) > 1
     for result in results:
         assert_rollout_equals_training(result)
+
+
+def test_latent_attention_of_two_ranks_is_what_a_fresh_load_gives(folders: dict[str, str]) -> None:
+    folder, train = folders["deepseek_v3"], {TP: 2, "sequence_parallel": True}
+    results, fresh = run_ranks(2, rollout, folder, train, 2, 0.8), run_ranks(2, fresh_parameters, folder, 2)
+    for rank, (result, expected) in enumerate(zip(results, fresh, strict=True)):
+        assert result["tokens"] == results[0]["tokens"]
+        assert result["parameters"].keys() == expected.keys()
+        assert any(name.endswith("e_score_correction_bias") for name in expected)
+        for name, tensor in expected.items():
+            # vLLM fills the vocabulary up to 64: all 16 tokens are on the first rank, and the rest means nothing
+            rows = len(tensor) if name not in ("model.embed_tokens.weight", "lm_head.weight") else (16, 0)[rank]
+            assert torch.equal(result["parameters"][name][:rows], tensor[:rows]), name
+    assert_rollout_equals_training(results[0])
 
 
 def test_whole_experts_are_refused_on_the_cpu(folders: dict[str, str]) -> None:

@@ -169,6 +169,7 @@ def train(rank: int, folder: str, settings: dict[str, Any], micro: Micro, steps:
                 for name, parameter in named_parameters(
                     [chunk.module for chunk in engine.actor], model, engine.layout
                 )
+                if parameter.requires_grad
             }
     result["weights"] = {name: tensor.clone() for name, tensor in engine.export_weights(1 << 14)}
     return result

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from support.shards import dtypes_of, experts_model, full_weights, make_groups, shards_of, tiny_model
+from support.shards import dtypes_of, experts_model, full_weights, latent_model, make_groups, shards_of, tiny_model
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -161,6 +161,7 @@ def test_two_ranks(tmp_path):
         (WeightLayout(1, TWO_STAGES), EVERYTHING, tiny_model(**TIED)),
         (WeightLayout(1, ONE_STAGE, dp=2, ep=2), EVERYTHING, experts_model()),
         (WeightLayout(1, ONE_STAGE, dp=2, ep=2), own, experts_model()),
+        (WeightLayout(1, ONE_STAGE, dp=2, ep=2), own, latent_model()),
         (WeightLayout(2, ONE_STAGE), own, experts_model()),
         (WeightLayout(1, TWO_STAGES), own, experts_model()),
     ]
@@ -172,6 +173,8 @@ def test_four_ranks(tmp_path):
         (WeightLayout(2, INTERLEAVED), EVERYTHING, tiny_model(**TIED)),
         (WeightLayout(2, TWO_STAGES), EVERYTHING, experts_model()),
         (WeightLayout(2, ONE_STAGE, dp=2, ep=2), EVERYTHING, experts_model()),
+        (WeightLayout(2, ONE_STAGE, dp=2, ep=2), EVERYTHING, latent_model()),
+        (WeightLayout(2, TWO_STAGES), EVERYTHING, latent_model()),
         (WeightLayout(1, INTERLEAVED, dp=2, ep=2), EVERYTHING, experts_model()),
         (WeightLayout(1, ONE_STAGE, dp=4, ep=2), RolloutLayout(4, True), experts_model()),
         (WeightLayout(2, ONE_STAGE, dp=2, ep=2), RolloutLayout(4, True), experts_model()),

@@ -69,6 +69,70 @@ def test_table_covers_exactly_the_stored_weights_of_experts(further, tmp_path):
     assert torch.equal(down.load_shard(reader, 1, 2), fused.down_proj[5][:, 10:])
 
 
+LATENT = {
+    "num_key_value_heads": 8,
+    "head_dim": 6,
+    "qk_nope_head_dim": 4,
+    "qk_rope_head_dim": 6,
+    "v_head_dim": 5,
+    "kv_lora_rank": 12,
+    "q_lora_rank": 10,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 20,
+    "n_shared_experts": 2,
+    "n_group": 3,
+    "topk_group": 2,
+    "routed_scaling_factor": 1.5,
+}
+KINDS = {
+    "deepseek_v2": {"topk_method": "group_limited_greedy"},
+    "deepseek_v2 without query latents": {"q_lora_rank": None, "n_group": 1, "topk_group": 1},
+    "deepseek_v3": {"scoring_func": "sigmoid", "topk_method": "noaux_tc"},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_table_covers_exactly_the_stored_weights_of_latent_attention(kind, tmp_path):
+    model = hf_model(kind.split()[0], **{**LATENT, **KINDS[kind]})
+    model.save_pretrained(tmp_path)
+    reader = HFWeights(tmp_path)
+    config = ModelConfig.from_hf(reader.config())
+    table, found = make_table(config), {}
+    for parameter in table.values():
+        found.update(zip(parameter.hf_names, parameter.hf_shapes, strict=True))
+    assert found == {name: tuple(reader.slice(name).get_shape()) for name in reader.names}
+    assert config.num_parameters == sum(torch.Size(shape).numel() for shape in found.values())
+    attention = model.model.layers[2].self_attn
+    # of each head the keys' channels that do not rotate, then the values: the second of two ranks has heads 4 to 7
+    key_value = table["decoder.layers.2.self_attention.linear_kv_up_proj.weight"]
+    assert torch.equal(key_value.load_shard(reader, 1, 2), attention.kv_b_proj.weight[4 * (4 + 5) :])
+    down = table["decoder.layers.2.self_attention.linear_kv_down_proj.weight"]
+    assert torch.equal(down.load_shard(reader, 1, 2), attention.kv_a_proj_with_mqa.weight)
+    output = table["decoder.layers.2.self_attention.linear_proj.weight"]
+    assert torch.equal(output.load_shard(reader, 1, 2), attention.o_proj.weight[:, 4 * 5 :])
+    shared = table["decoder.layers.2.mlp.shared_experts.linear_fc1.weight"]
+    mlp = model.model.layers[2].mlp.shared_experts
+    halves = [weight[20:] for weight in (mlp.gate_proj.weight, mlp.up_proj.weight)]
+    assert torch.equal(shared.load_shard(reader, 1, 2), torch.cat(halves))
+
+
+def test_layers_that_predict_further_tokens_are_left_out_and_fp8_is_refused(tmp_path):
+    hf_model("deepseek_v3", **LATENT, **KINDS["deepseek_v3"]).save_pretrained(tmp_path)
+    reader = HFWeights(tmp_path)
+    config = ModelConfig.from_hf(reader.config())
+    further = [name.replace(".layers.3.", ".layers.4.") for name in reader.names if ".layers.3." in name]
+    check_hf_names(config, [*reader.names, *further, "model.layers.4.eh_proj.weight"])
+    with pytest.raises(CheckpointError, match=r"has unexpected 1 tensors: model\.layers\.3\.eh_proj\.weight"):
+        check_hf_names(config, [*reader.names, "model.layers.3.eh_proj.weight"])
+    scales = [f"{name}_scale_inv" for name in reader.names if name.endswith("proj.weight")]
+    with pytest.raises(
+        CheckpointError, match=rf"fp8 weights with {len(scales)} tensors of scales.*to bfloat16 first"
+    ):
+        check_hf_names(config, [*reader.names, *scales])
+
+
 def make_table(config):
     return {parameter.name: parameter for parameter in parameter_table(config)}
 

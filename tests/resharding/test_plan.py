@@ -13,7 +13,6 @@ from mindspeed_rl.config.model import ModelConfig
 from mindspeed_rl.resharding.layout import RolloutLayout, WeightLayout
 from mindspeed_rl.resharding.names import parameter_table
 from mindspeed_rl.resharding.plan import Bucket, ExportPlan, make_plan
-from mindspeed_rl.resharding.slabs import slabs
 
 BUCKET = 4000
 EVERYTHING = RolloutLayout()
@@ -168,20 +167,3 @@ def test_plans_can_be_read() -> None:
     assert "all_to_all over ranks 4, 5, 6, 7" in text
     assert "sends" in text
     assert "extra memory" in text
-
-
-@pytest.mark.parametrize("tp_size", [1, 2, 4])
-def test_slabs_are_where_the_name_table_puts_rows(tp_size: int) -> None:
-    model = experts_model(num_query_groups=4)
-    weights = full_weights(model)
-    for parameter in parameter_table(model):
-        originals = [weights[name] for name in parameter.hf_names]
-        full = parameter.from_hf(originals)
-        rebuilt = [torch.full_like(tensor, torch.nan) for tensor in originals]
-        for tp_rank in range(1 if parameter.tp_dim is None else tp_size):
-            shard = parameter.shard(full, tp_rank, tp_size)
-            for slab in slabs(parameter, tp_rank, tp_size):
-                assert slab.of(rebuilt).isnan().all()
-                slab.of(rebuilt).copy_(shard[slab.rows.start : slab.rows.stop])
-        for tensor, original in zip(rebuilt, originals, strict=True):
-            assert torch.equal(tensor, original), parameter.name

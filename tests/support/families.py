@@ -1,4 +1,4 @@
-"""Tiny models of every dense family, with random weights under which positions, norms and biases all matter."""
+"""Tiny models of every family, with random weights under which positions, norms and biases all matter."""
 
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,25 @@ LLAMA3 = {
     "low_freq_factor": 0.5,
     "high_freq_factor": 2.0,
 }
+MSCALES = {"mscale": 1.0, "mscale_all_dim": 0.8}
+DEEPSEEK = {
+    "num_key_value_heads": 4,
+    "head_dim": 16,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 24,
+    "kv_lora_rank": 40,
+    "q_lora_rank": None,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 48,
+    "n_shared_experts": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "routed_scaling_factor": 1.5,
+}
+GROUPS = {"n_group": 4, "topk_group": 2}
 # name -> Hugging Face's model type, and what differs from `SIZES`
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("qwen2", {"tie_word_embeddings": True}),
@@ -44,6 +63,25 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {"tie_word_embeddings": True, "hidden_size": 96, "num_attention_heads": 3, "num_key_value_heads": 1},
     ),
     "mistral": ("mistral", {"sliding_window": None}),
+    "deepseek_v2": (
+        "deepseek_v2",
+        {**DEEPSEEK, **GROUPS, "topk_method": "group_limited_greedy", "n_shared_experts": 2},
+    ),
+    "deepseek_v2-yarn": (
+        "deepseek_v2",
+        {**DEEPSEEK, "q_lora_rank": 24, "rope_parameters": {**SCALED, **YARN, **MSCALES}},
+    ),
+    "deepseek_v3": (
+        "deepseek_v3",
+        {
+            **DEEPSEEK,
+            **GROUPS,
+            "q_lora_rank": 24,
+            "scoring_func": "sigmoid",
+            "topk_method": "noaux_tc",
+            "rope_parameters": {**SCALED, **YARN, **MSCALES},
+        },
+    ),
 }
 
 
@@ -57,7 +95,12 @@ def make_family(folder: Path, name: str) -> Path:
             for key, parameter in model.named_parameters():
                 if parameter.ndim == 1:  # norms are initialised with ones, biases with zeros
                     parameter.add_(0.1 * torch.randn_like(parameter))
-                elif "q_proj" in key or "k_proj" in key:
+                elif any(name in key for name in ("q_proj", "k_proj", "q_b_proj", "kv_b_proj")):
                     parameter.mul_(6)  # attention to few positions, instead of an even mean over all
+                elif key.endswith("mlp.gate.weight"):
+                    parameter.mul_(30)  # experts with scores of their own
+            for key, buffer in model.named_buffers():
+                if key.endswith("e_score_correction_bias"):
+                    buffer.normal_(std=0.3)
     model.save_pretrained(folder)
     return folder

@@ -32,9 +32,25 @@ def experts_model(**overrides) -> ModelConfig:
     return tiny_model(**{"architecture": "Qwen3MoeForCausalLM", **experts, **overrides})
 
 
+def latent_model(**overrides) -> ModelConfig:
+    """Latent attention, and experts with a bias and a shared one in every layer but the first."""
+    attention = {
+        "num_query_groups": 4,
+        "qk_pos_emb_head_dim": 2,
+        "v_head_dim": 5,
+        "kv_lora_rank": 8,
+        "q_lora_rank": 7,
+    }
+    experts = {"num_moe_experts": 8, "moe_router_topk": 2, "moe_ffn_hidden_size": 20, "moe_layer_freq": (0, 1, 1)}
+    further = {"moe_router_score_function": "sigmoid", "moe_shared_expert_intermediate_size": 12}
+    settings = {**attention, **experts, **further, "moe_router_enable_expert_bias": True, **overrides}
+    return tiny_model(architecture="DeepseekV3ForCausalLM", add_qkv_bias=False, qk_layernorm=False, **settings)
+
+
 def dtypes_of(model: ModelConfig) -> dict[str, torch.dtype]:
-    """bfloat16, but norms in float32."""
-    return {p.name: torch.float32 if "norm" in p.name else torch.bfloat16 for p in parameter_table(model)}
+    """bfloat16, but norms and biases in float32."""
+    full = {p.name for p in parameter_table(model) if "norm" in p.name or "bias" in p.name}
+    return {p.name: torch.float32 if p.name in full else torch.bfloat16 for p in parameter_table(model)}
 
 
 def full_weights(model: ModelConfig) -> dict[str, torch.Tensor]:

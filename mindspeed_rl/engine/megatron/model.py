@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from megatron.core import parallel_state as mpu
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -19,14 +21,17 @@ from mindspeed_rl.config.model import ModelConfig
 from mindspeed_rl.config.schema import MegatronConfig
 from mindspeed_rl.device.base import Device
 from mindspeed_rl.engine.megatron.experts import GroupedExperts
+from mindspeed_rl.engine.megatron.latent_attention import LatentAttention
 from mindspeed_rl.engine.megatron.modules import (
+    LatentTransformerConfig,
     PackedAttention,
     RMSNorm,
     RotaryTransformerConfig,
+    do_without_transformer_engine,
     use_packed_rotary_embedding,
-    use_router_without_transformer_engine,
 )
 from mindspeed_rl.engine.megatron.rotary import attention_scaling, inverse_frequencies
+from mindspeed_rl.engine.megatron.router import GroupedRouter
 from mindspeed_rl.resharding.layout import WeightLayout
 from mindspeed_rl.resharding.names import global_name
 
@@ -39,7 +44,8 @@ def transformer_config(cfg: MegatronConfig, model: ModelConfig, device: Device, 
     """
     pp, chunks = len(stages), len(stages[0])
     dtype = torch.bfloat16 if cfg.bf16 else torch.float32
-    return RotaryTransformerConfig(
+    kind = LatentTransformerConfig if model.has_latent_attention else RotaryTransformerConfig
+    return kind(
         num_layers=pp * chunks * max(len(layers) for stage in stages for layers in stage),
         hidden_size=model.hidden_size,
         ffn_hidden_size=model.ffn_hidden_size,
@@ -70,6 +76,7 @@ def transformer_config(cfg: MegatronConfig, model: ModelConfig, device: Device, 
         # micro-batches are packed: their token counts differ, so stages tell each other the shapes
         variable_seq_lengths=pp > 1,
         moe_token_dispatcher_type="alltoall",  # the one that allows variable lengths; checked for dense models, too
+        **_latent_attention_settings(model),
         **_expert_settings(cfg, model),
         recompute_granularity=cfg.recompute_granularity,
         recompute_method=cfg.recompute_method,
@@ -83,6 +90,23 @@ def transformer_config(cfg: MegatronConfig, model: ModelConfig, device: Device, 
         bias_dropout_fusion=False,
         bias_activation_fusion=device.fuses_activations,
     )
+
+
+def _latent_attention_settings(model: ModelConfig) -> dict[str, Any]:
+    if not model.has_latent_attention:
+        return {}
+    scaling = model.rope_scaling
+    return {
+        "kv_lora_rank": model.kv_lora_rank,
+        "q_lora_rank": model.q_lora_rank,
+        "qk_head_dim": model.kv_channels - model.rotary_channels,
+        "qk_pos_emb_head_dim": model.rotary_channels,
+        "v_head_dim": model.value_channels,
+        # frequencies are set by `build_model`; these two multiply scores by what `attention_scaling` lacks
+        "rope_type": "rope",
+        "rotary_scaling_factor": scaling.factor if scaling else 1.0,
+        "mscale_all_dim": (scaling and scaling.mscale_all_dim) or 0.0,
+    }
 
 
 def _expert_settings(cfg: MegatronConfig, model: ModelConfig) -> dict[str, Any]:
@@ -99,7 +123,12 @@ def _expert_settings(cfg: MegatronConfig, model: ModelConfig) -> dict[str, Any]:
         "moe_router_topk": model.moe_router_topk,
         "moe_router_pre_softmax": model.moe_router_pre_softmax,
         "moe_router_dtype": "fp32",
+        "moe_router_score_function": model.moe_router_score_function,
+        "moe_router_num_groups": model.moe_router_num_groups,
+        "moe_router_group_topk": model.moe_router_group_topk,
+        "moe_router_topk_scaling_factor": model.moe_router_topk_scaling_factor,
         "moe_router_load_balancing_type": "none",
+        "moe_shared_expert_intermediate_size": model.moe_shared_expert_intermediate_size,
     }
 
 
@@ -109,6 +138,7 @@ def _layer_spec(model: ModelConfig, device: Device, has_experts: bool) -> Module
         moe_grouped_gemm=False,
         normalization="RMSNorm",
         qk_layernorm=model.qk_layernorm,
+        multi_latent_attention=model.has_latent_attention,
     )
     norm = ModuleSpec(module=RMSNorm, params={"device": device})
     attention = layer.submodules.self_attention.submodules
@@ -116,8 +146,13 @@ def _layer_spec(model: ModelConfig, device: Device, has_experts: bool) -> Module
     attention.core_attention = ModuleSpec(module=PackedAttention, params={"device": device})
     if model.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = norm
+    if model.has_latent_attention:
+        layer.submodules.self_attention.module = LatentAttention
+        attention.q_layernorm = attention.kv_layernorm = norm
     if has_experts and device.groups_matmuls:
         layer.submodules.mlp.submodules.experts.module = GroupedExperts
+    if has_experts and model.has_latent_attention:
+        layer.submodules.mlp.submodules.router = partial(GroupedRouter, has_bias=model.moe_router_enable_expert_bias)
     return layer
 
 
@@ -125,7 +160,7 @@ def build_model(cfg: MegatronConfig, model: ModelConfig, device: Device, layout:
     """This rank's chunks of the model; their weights are not initialised."""
     config = transformer_config(cfg, model, device, layout.stages)
     use_packed_rotary_embedding()
-    use_router_without_transformer_engine()
+    do_without_transformer_engine()
     chunks = layout.stages[mpu.get_pipeline_model_parallel_rank()]
     built = [_build_chunk(config, cfg, model, device, layout, number) for number in range(len(chunks))]
     _mark_shards(built, model, layout)
@@ -157,7 +192,10 @@ def _build_chunk(
         rotary_base=model.rotary_base,
         vp_stage=number if len(layout.stages[pp_rank]) > 1 else None,
     )
-    built.rotary_pos_emb.inv_freq = inverse_frequencies(model, device.current())
+    frequencies = inverse_frequencies(model, device.current())
+    for module in built.modules():  # one of the whole model, or one of each latent attention
+        if isinstance(module, RotaryEmbedding):
+            module.inv_freq = frequencies
     return built.to(device.current())
 
 

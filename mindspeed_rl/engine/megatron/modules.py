@@ -6,12 +6,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from megatron.core import parallel_state as mpu
 from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer import attention as megatron_attention
+from megatron.core.transformer import multi_latent_attention as megatron_latent_attention
 from megatron.core.transformer.moe import moe_utils
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from mindspeed_rl.device.base import Device
 from mindspeed_rl.engine.megatron.context_parallel import heads_to_tokens, tokens_to_heads
@@ -24,30 +26,43 @@ class RotaryTransformerConfig(TransformerConfig):
     attention_scaling: float = 1.0
 
 
-class PackedAttention(torch.nn.Module):
-    """Core attention over sequences packed end to end: each token sees its own sequence up to itself."""
+@dataclass
+class LatentTransformerConfig(MLATransformerConfig):
+    """The same for latent attention."""
 
-    def __init__(self, config: TransformerConfig, device: Device, **_: Any):
+    attention_scaling: float = 1.0
+
+
+class PackedAttention(torch.nn.Module):
+    """Core attention over sequences packed end to end: each token sees its own sequence up to itself.
+
+    Values may be shorter than keys: attention kernels want both alike, so zeros are appended for them.
+    """
+
+    def __init__(self, config: TransformerConfig, device: Device, softmax_scale: float | None = None, **_: Any):
         super().__init__()
-        self.device = device
+        self.device, self.scale = device, softmax_scale
 
     def forward(
         self,
         query: torch.Tensor,  # [T/cp, heads, head dimension], this tensor-parallel rank's heads
         key: torch.Tensor,  # [T/cp, key/value heads, head dimension]
-        value: torch.Tensor,
+        value: torch.Tensor,  # [T/cp, key/value heads, value dimension]
         attention_mask: torch.Tensor | None,
         packed_seq_params: PackedSeqParams | None = None,
         **_: Any,
     ) -> torch.Tensor:
-        """[T/cp, heads * head dimension]."""
+        """[T/cp, heads * value dimension]."""
         assert packed_seq_params is not None, "training input is always packed"
         cu_seqlens, max_seqlen = packed_seq_params.cu_seqlens_q, packed_seq_params.max_seqlen_q
         group = mpu.get_context_parallel_group()
         shared = group.size() > 1
         if shared:
             query, key, value = (tokens_to_heads(hidden, group) for hidden in (query, key, value))
-        attended = self.device.varlen_attention(query, key, value, cu_seqlens, max_seqlen)
+        size = value.shape[-1]
+        if size < key.shape[-1]:
+            value = F.pad(value, (0, key.shape[-1] - size))
+        attended = self.device.varlen_attention(query, key, value, cu_seqlens, max_seqlen, self.scale)[..., :size]
         return (heads_to_tokens(attended, group) if shared else attended).flatten(1)
 
 
@@ -70,11 +85,14 @@ class RMSNorm(torch.nn.Module):
 def _rotate_packed(
     hidden: torch.Tensor,
     freqs: torch.Tensor,
-    config: RotaryTransformerConfig,
+    config: RotaryTransformerConfig | LatentTransformerConfig,
     cu_seqlens: torch.Tensor | None = None,
     **_: Any,
 ) -> torch.Tensor:
-    """Rotary embedding of packed tokens [T/cp, heads, dimension] without a loop over the sequences."""
+    """Rotary embedding of packed tokens [T/cp, heads, dimension] without a loop over the sequences.
+
+    With latent attention the channels that rotate together are neighbours, in DeepSeek's checkpoints as here.
+    """
     assert cu_seqlens is not None, "training input is always packed"
     lengths = (cu_seqlens[1:] - cu_seqlens[:-1]).long()
     total = len(hidden) * mpu.get_context_parallel_world_size()
@@ -85,6 +103,7 @@ def _rotate_packed(
         hidden.unsqueeze(1),
         freqs[positions],
         rotary_interleaved=config.rotary_interleaved,
+        multi_latent_attention=config.multi_latent_attention,
         mscale=config.attention_scaling,
     )
     return rotated.squeeze(1)
@@ -93,9 +112,16 @@ def _rotate_packed(
 def use_packed_rotary_embedding() -> None:
     """Megatron's own routine for packed input splits, rotates and joins sequence by sequence."""
     megatron_attention.apply_rotary_pos_emb = _rotate_packed
+    megatron_latent_attention.apply_rotary_pos_emb = _rotate_packed
 
 
-def use_router_without_transformer_engine() -> None:
-    """Megatron's router looks for a kernel under a name that exists only where Transformer Engine is installed."""
+def do_without_transformer_engine() -> None:
+    """Megatron's router looks for a kernel under a name that exists only where Transformer Engine is installed.
+
+    Its latent attention takes Transformer Engine to be there where Megatron's own wrappers of it can be imported, but
+    without it they are no classes.
+    """
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None
+    if not isinstance(megatron_latent_attention.TELinear, type):
+        megatron_latent_attention.HAVE_TE = False

@@ -16,11 +16,12 @@ from mindspeed_rl.config.rope import RopeScaling
 
 
 def inverse_frequencies(model: ModelConfig, device: torch.device | str) -> torch.Tensor:
-    """[head dimension / 2] float32: radians per token of each pair of channels.
+    """[rotating channels of a head / 2] float32: radians per token of each pair of channels.
 
     Plain: base^(-2i/d) (arXiv:2104.09864). `linear`: all divided by `factor` (arXiv:2306.15595).
     """
-    channels = torch.arange(0, model.kv_channels, 2, dtype=torch.float32, device=device) / model.kv_channels
+    size = model.rotary_channels
+    channels = torch.arange(0, size, 2, dtype=torch.float32, device=device) / size
     periods = model.rotary_base**channels  # in tokens per radian
     plain, scaling = 1.0 / periods, model.rope_scaling
     if scaling is None:
@@ -67,17 +68,17 @@ def _llama3(plain: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:
 
 def _yarn(plain: torch.Tensor, divided: torch.Tensor, model: ModelConfig, scaling: RopeScaling) -> torch.Tensor:
     """As `_llama3`, but linear in the index of the frequency ("NTK by parts", arXiv:2309.00071, section 3.2)."""
-    original = scaling.original_max_position_embeddings
+    original, size = scaling.original_max_position_embeddings, model.rotary_channels
     assert original
 
     def index(turns: float) -> float:
         """Of the frequency that makes so many turns in the original length."""
-        return model.kv_channels * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(model.rotary_base))
+        return size * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(model.rotary_base))
 
     first, last = index(scaling.beta_fast), index(scaling.beta_slow)
     if scaling.truncate:
         first, last = math.floor(first), math.ceil(last)
-    first, last = max(first, 0), min(last, model.kv_channels - 1)
+    first, last = max(first, 0), min(last, size - 1)
     if first == last:
         last += 0.001
     indices = torch.arange(len(plain), dtype=torch.float32, device=plain.device)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from math import prod
 
 import torch
 import torch.distributed as dist
@@ -49,9 +48,7 @@ class Sharding:
         """Pieces of consecutive elements of the flattened shard of a parameter, from `start` on."""
         tp_rank = self.layout.coordinates(dist.get_rank())[0]
         for slab in parameter.slabs(tp_rank, self.layout.tp, start, start + len(elements), most):
-            first = slab.start - start
-            data = elements[first : first + prod(slab.sizes)].view(slab.sizes)
-            yield Piece(prefix + slab.name, slab.shape, slab.offsets, data)
+            yield Piece(prefix + slab.name, slab.shape, slab.offsets, slab.of_shard(elements, start))
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:

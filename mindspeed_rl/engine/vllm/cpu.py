@@ -1,4 +1,4 @@
-"""vLLM on the CPU: shared memory of its own for each run; experts and tied output layers after a weight update."""
+"""vLLM on the CPU: shared memory of its own for each run; a kernel not to use; layers packed anew after an update."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+
+from mindspeed_rl.checkpoint.files import read_json
 
 SHARED_MEMORY = Path("/dev/shm")
 
@@ -48,6 +50,15 @@ def _broadcast_queues() -> list[Path]:
     queue = getattr(parallel_state._TP, "mq_broadcaster", None)
     buffer = getattr(queue, "buffer", None)
     return [SHARED_MEMORY / buffer.shared_memory.name] if buffer is not None else []
+
+
+def compilation_config(model_folder: str) -> dict[str, Any]:
+    """Setting for latent attention: vLLM's rotary kernel is wrong for its queries, in [tokens, heads, channels].
+
+    Seen with vLLM 0.32, without scaling of the rope: with YaRN vLLM does not use that kernel.
+    """
+    has_latent_attention = "kv_lora_rank" in read_json(Path(model_folder) / "config.json")
+    return {"custom_ops": ["-rotary_embedding"]} if has_latent_attention else {}
 
 
 def reload_weights(worker: Any, weights: Any) -> None:

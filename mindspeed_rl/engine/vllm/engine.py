@@ -61,6 +61,7 @@ class VllmEngine:
             "max_num_seqs": cfg.max_num_seqs,
             "max_num_batched_tokens": cfg.max_num_batched_tokens,
             "enforce_eager": cfg.enforce_eager,
+            "compilation_config": cpu.compilation_config(model_folder) if self.device.name == "cpu" else {},
             "enable_prefix_caching": cfg.enable_prefix_caching,
             "gpu_memory_utilization": cfg.gpu_memory_utilization,
             "enable_sleep_mode": self.can_sleep,

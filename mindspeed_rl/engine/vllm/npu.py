@@ -1,4 +1,4 @@
-"""vLLM-Ascend: new weights for experts, which it keeps transposed."""
+"""vLLM-Ascend: new weights for experts, which it keeps transposed, and for latent attention."""
 
 from __future__ import annotations
 
@@ -45,3 +45,7 @@ def load_weights(worker: Any, weights: Any) -> None:
     model = worker.model_runner.model
     with experts_as_loaded(model):
         model.load_weights(weights)
+    for layer in model.modules():
+        if hasattr(getattr(layer, "impl", None), "kv_b_proj"):
+            # latent attention computes with matrices that it makes of this projection after loading
+            layer.process_weights_after_loading(worker.model_config.dtype)

@@ -1,0 +1,72 @@
+"""DeepSeek-V3 in the training engine: gradients of transformers, layouts against one rank, the experts' bias."""
+
+from typing import Any
+
+import pytest
+import torch
+from support.ranks import run_ranks
+from test_experts import CLIP, EP, assert_agrees, stored_gradients, table_of
+from test_training_layouts import (
+    LOSS_TOLERANCE,
+    PP,
+    SEQUENCES,
+    TP,
+    Layout,
+    Micro,
+    layout,
+    merged,
+    textbook_loss,
+    train,
+)
+from transformers import AutoModelForCausalLM
+
+from examples.make_tiny_model import make_tiny_model
+from mindspeed_rl.checkpoint.hf import HFWeights
+
+LAYOUTS = [
+    layout(4, 3, **{EP: 2, TP: 2}, sequence_parallel=True, recompute_granularity="selective"),
+    layout(4, 3, **{PP: 2}, num_layer_list="1,2", context_parallel_size=2, use_distributed_optimizer=False),
+]
+BIAS = "e_score_correction_bias"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(make_tiny_model(tmp_path_factory.mktemp("model") / "latent", "deepseek_v3", hidden=64, layers=3))
+
+
+@pytest.fixture(scope="module")
+def one_rank(folder: str) -> list[dict[str, Any]]:
+    return run_ranks(1, train, folder, CLIP, Micro(SEQUENCES), 2)
+
+
+def test_gradient_equals_autograd_of_the_textbook_loss(folder: str, one_rank: list[dict[str, Any]]) -> None:
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    loss = textbook_loss(model)
+    loss.backward()
+    expected = stored_gradients(model)
+    norm = torch.cat([gradient.flatten().double() for gradient in expected.values() if gradient.dim() < 3]).norm()
+    found = merged(one_rank, 0)
+    assert found["actor/loss"] == pytest.approx(loss.item(), abs=LOSS_TOLERANCE)
+    assert found["actor/grad_norm"] == pytest.approx(norm.item(), rel=1e-5)
+    trained = [parameter for parameter in table_of(folder) if not parameter.name.endswith("expert_bias")]
+    assert len(one_rank[0]["gradients"]) == len(trained) == len(table_of(folder)) - 2
+    for parameter in trained:
+        gradient = parameter.from_hf([expected[name] for name in parameter.hf_names]) * CLIP["clip_grad"] / norm
+        torch.testing.assert_close(one_rank[0]["gradients"][parameter.name], gradient, atol=1e-6, rtol=1e-4)
+
+
+@pytest.mark.parametrize("case", LAYOUTS, ids=str)
+def test_layouts_agree_with_one_rank(case: Layout, folder: str, one_rank: list[dict[str, Any]]) -> None:
+    assert_agrees(case, folder, one_rank)
+
+
+def test_training_leaves_the_bias_of_experts_as_it_is(folder: str, one_rank: list[dict[str, Any]]) -> None:
+    stored, trained = HFWeights(folder), one_rank[0]["weights"]
+    biases = [name for name in stored.names if name.endswith(BIAS)]
+    assert len(biases) == 2
+    for name in biases:
+        assert stored.tensor(name).abs().max() > 0.05  # as large as scores differ: it decides
+        assert torch.equal(trained[name], stored.tensor(name))
+    others = [name for name in stored.names if name not in biases]
+    assert not any(torch.equal(trained[name], stored.tensor(name)) for name in others)
