@@ -266,7 +266,7 @@ class Schedule:
             self.pool.dock.put(self.iteration, [0], {"x": [torch.zeros(2, dtype=torch.int64)]})
         for work, (process, *_) in self.running.items():
             with contextlib.suppress(RayActorError):
-                ray.get(work, timeout=20)
+                ray.get(work, timeout=SCHEDULE_SECONDS)  # it may be a process that is still starting
                 self.pool.free.append(process)
 
 
