@@ -8,6 +8,7 @@ from omegaconf import OmegaConf
 from test_model_from_hf import CONFIGS
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from examples.make_tiny_model import make_tiny_model
 from mindspeed_rl.config.model import ModelConfig
 
 _SHARED = {
@@ -106,6 +107,12 @@ def test_sizes_are_those_of_the_model_that_transformers_builds(preset, model_typ
     replicated = ("q_a_proj.weight", "kv_a_proj_with_mqa.weight", "mlp.gate.weight")
     found = sum(value.numel() for name, value in reference.named_parameters() if name.endswith(replicated))
     assert model.replicated_parameters == found + biases
+
+
+def test_the_tiny_preset_is_the_tiny_model(tmp_path):
+    preset = OmegaConf.to_container(OmegaConf.load(CONFIGS / "model" / "tiny_deepseek_v3.yaml"))["tiny_deepseek_v3"]
+    folder = make_tiny_model(tmp_path / "model", "deepseek_v3")
+    assert ModelConfig.from_hf(json.loads((folder / "config.json").read_text())) == ModelConfig(**preset)
 
 
 def test_work_of_the_large_model_by_hand():

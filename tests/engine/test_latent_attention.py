@@ -23,8 +23,9 @@ from transformers import AutoModelForCausalLM
 from examples.make_tiny_model import make_tiny_model
 from mindspeed_rl.checkpoint.hf import HFWeights
 
+OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
 LAYOUTS = [
-    layout(4, 3, **{EP: 2, TP: 2}, sequence_parallel=True, recompute_granularity="selective"),
+    layout(4, 3, **{EP: 2, TP: 2}, **OVERLAP, sequence_parallel=True, recompute_granularity="selective"),
     layout(4, 3, **{PP: 2}, num_layer_list="1,2", context_parallel_size=2, use_distributed_optimizer=False),
 ]
 BIAS = "e_score_correction_bias"

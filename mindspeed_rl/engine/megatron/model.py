@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -31,7 +30,7 @@ from mindspeed_rl.engine.megatron.modules import (
     use_packed_rotary_embedding,
 )
 from mindspeed_rl.engine.megatron.rotary import attention_scaling, inverse_frequencies
-from mindspeed_rl.engine.megatron.router import GroupedRouter
+from mindspeed_rl.engine.megatron.router import use_grouped_routers
 from mindspeed_rl.resharding.layout import WeightLayout
 from mindspeed_rl.resharding.names import global_name
 
@@ -151,8 +150,6 @@ def _layer_spec(model: ModelConfig, device: Device, has_experts: bool) -> Module
         attention.q_layernorm = attention.kv_layernorm = norm
     if has_experts and device.groups_matmuls:
         layer.submodules.mlp.submodules.experts.module = GroupedExperts
-    if has_experts and model.has_latent_attention:
-        layer.submodules.mlp.submodules.router = partial(GroupedRouter, has_bias=model.moe_router_enable_expert_bias)
     return layer
 
 
@@ -192,6 +189,8 @@ def _build_chunk(
         rotary_base=model.rotary_base,
         vp_stage=number if len(layout.stages[pp_rank]) > 1 else None,
     )
+    if model.has_latent_attention:
+        use_grouped_routers(built, model.moe_router_enable_expert_bias)
     frequencies = inverse_frequencies(model, device.current())
     for module in built.modules():  # one of the whole model, or one of each latent attention
         if isinstance(module, RotaryEmbedding):

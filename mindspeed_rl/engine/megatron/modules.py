@@ -123,5 +123,5 @@ def do_without_transformer_engine() -> None:
     """
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None
-    if not isinstance(megatron_latent_attention.TELinear, type):
+    if not isinstance(getattr(megatron_latent_attention, "TELinear", None), type):
         megatron_latent_attention.HAVE_TE = False

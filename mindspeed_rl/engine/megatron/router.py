@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from megatron.core.transformer.moe.router import TopKRouter
-from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 class GroupedRouter(TopKRouter):
@@ -19,12 +18,6 @@ class GroupedRouter(TopKRouter):
     got. It has no gradient, and in RL it stays as it is: whatever moved it would change the policy apart from the
     loss. So it is a parameter that nothing trains, and travels like all others.
     """
-
-    def __init__(self, config: TransformerConfig, has_bias: bool, **kwargs: Any):
-        super().__init__(config, **kwargs)
-        if has_bias:
-            zeros = torch.zeros(config.num_moe_experts, dtype=torch.float32, device=torch.cuda.current_device())
-            self.expert_bias = torch.nn.Parameter(zeros, requires_grad=False)
 
     def routing(self, logits: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """Weights [T, experts] of a token's experts, 0 for the others, and which those are."""
@@ -49,3 +42,13 @@ class GroupedRouter(TopKRouter):
             is_out = torch.ones_like(best, dtype=torch.bool).scatter(1, kept, False)
             scores = scores.masked_fill(is_out.repeat_interleave(scores.shape[1] // groups, 1), float("-inf"))
         return scores.topk(self.topk).indices
+
+
+def use_grouped_routers(model: torch.nn.Module, has_bias: bool) -> None:
+    """Make all routers of a built model such ones: only newer Megatron-core has a place for them in layer specs."""
+    for router in model.modules():
+        if isinstance(router, TopKRouter):
+            router.__class__ = GroupedRouter
+            if has_bias:
+                zeros = torch.zeros(router.num_experts, dtype=torch.float32, device=router.weight.device)
+                router.expert_bias = torch.nn.Parameter(zeros, requires_grad=False)
