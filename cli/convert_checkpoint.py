@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 
 if __name__ == "__main__":  # run as a file: Python then searches cli/ instead of the repository
@@ -20,7 +21,7 @@ if __name__ == "__main__":  # run as a file: Python then searches cli/ instead o
 from mindspeed_rl.checkpoint.files import new_folder
 from mindspeed_rl.checkpoint.hf import HFWeights, write_hf
 from mindspeed_rl.checkpoint.state import WEIGHTS, CheckpointStore, is_checkpoint, open_checkpoint
-from mindspeed_rl.checkpoint.tensors import Piece
+from mindspeed_rl.checkpoint.tensors import pieces_of
 from mindspeed_rl.common.command_line import run_command
 from mindspeed_rl.common.errors import CheckpointError
 from mindspeed_rl.config.model import ModelConfig
@@ -64,9 +65,7 @@ def hf_to_mcore(load: Path, save: Path) -> None:
         raise CheckpointError(f"{load / 'config.json'}: {error}") from error
     check_hf_names(model, reader.names)
     shapes = {n: s for p in parameter_table(model) for n, s in zip(p.hf_names, p.hf_shapes, strict=True)}
-    pieces = (
-        Piece(WEIGHTS + name, shape, (0,) * len(shape), reader.tensor(name, shape)) for name, shape in shapes.items()
-    )
+    pieces = chain.from_iterable(pieces_of(WEIGHTS + name, reader.tensor(name, shapes[name])) for name in shapes)
     with new_folder(save) as root:
         store = CheckpointStore(root, load, model, WeightLayout.even(model))
         store.begin(0)

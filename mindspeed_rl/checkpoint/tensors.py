@@ -11,7 +11,7 @@ import hashlib
 import os
 import pickle
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -43,6 +43,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from mindspeed_rl.common.errors import CheckpointError
 
 METADATA = ".metadata"
+LARGEST = 2**24  # elements that a piece should have at most: who needs a part of it reads the whole of it
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,13 @@ class Piece:
     shape: tuple[int, ...]  # of the whole tensor
     offsets: tuple[int, ...]  # of the rectangle in it
     data: torch.Tensor  # [*sizes of the rectangle]
+
+
+def pieces_of(name: str, tensor: torch.Tensor) -> Iterator[Piece]:
+    """Blocks of rows that make up a whole tensor."""
+    rows = max(1, LARGEST // prod(tensor.shape[1:]))
+    for first, block in zip(range(0, len(tensor), rows), tensor.split(rows), strict=True):
+        yield Piece(name, tuple(tensor.shape), (first, *(0,) * (tensor.dim() - 1)), block)
 
 
 @dataclass(frozen=True)

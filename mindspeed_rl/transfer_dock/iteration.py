@@ -331,9 +331,11 @@ class Iteration:
         iteration = cls(spec, state["begin"], None if chosen is None else chosen["ages"])
         if iteration.selection is not None:
             iteration.selection.restore(chosen)
-        for target, values in (("locations", state["locations"]), ("lengths", state["lengths"])):
-            for name, array in values.items():
-                getattr(iteration, target)[name][:] = array
+        for name, array in state["locations"].items():
+            iteration.locations[name][:] = array
+        # where there was nothing to balance and now is, they are not known, and these rows count as empty ones
+        for name in iteration.lengths.keys() & state["lengths"].keys():
+            iteration.lengths[name][:] = state["lengths"][name]
         for name in iteration.progress:
             iteration._rebuild(name, state["progress"][name], {})
         iteration.payloads = set(state["payloads"])

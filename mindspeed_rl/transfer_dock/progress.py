@@ -161,11 +161,16 @@ class Progress:
 
     def state(self) -> dict[str, Any]:
         """What `rebuild` needs beside the columns' locations; plain."""
-        dealt = self.queue.dealt if isinstance(self.queue, OrderedQueue) else None
+        dealt = self._dealt
         balanced = None if dealt is None else (self.queue.owner.copy(), dealt.copy())  # type: ignore[attr-defined]
         binding = None if self._arguments[5] is None else self._bound_rows()
         state = {"acked_by": self.acked_by.copy(), "balanced": balanced, "bound": binding}
         return {**state, "shares": self.spec.shares}
+
+    @property
+    def _dealt(self) -> np.ndarray | None:
+        """[blocks] whether a block has been shared out; None: all are, in contiguous parts."""
+        return self.queue.dealt if isinstance(self.queue, OrderedQueue) else None
 
     def _bound_rows(self) -> np.ndarray:
         assert self.order is not None
@@ -181,7 +186,9 @@ class Progress:
         """
         acked_by, balanced = state["acked_by"], state["balanced"]
         if state.get("shares", self.spec.shares) != self.spec.shares:
-            acked_by, balanced = np.where(acked_by > 0, self.owner + 1, 0), None
+            acked_by = np.where(acked_by > 0, self.owner + 1, 0)
+            dealt = self._dealt
+            balanced = None if dealt is None else (self.owner, np.ones_like(dealt))  # as if dealt in equal parts
         rows, group, block_rows, order, keep_order, selected, deal_out = self._arguments
         fresh = Progress(self.name, self.spec, rows, group, block_rows, order, keep_order, selected, deal_out)
         taken = np.zeros(len(fresh.missing), bool)

@@ -322,7 +322,7 @@ class TransferDock(Protocol):
     def restore(self, snapshot: DockSnapshot) -> None:
         """Take over a snapshot; the dock must be empty and have the same columns and consumers.
 
-        These may have other numbers of shares.
+        These may have other numbers of shares, and with those be balanced or not.
         """
 
     def stats(self) -> dict[str, Any]:

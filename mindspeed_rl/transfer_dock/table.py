@@ -388,8 +388,8 @@ class DockTable:
 
     @property
     def _shape(self) -> tuple[Any, ...]:
-        """What must be the same to go on from a snapshot: all but the numbers of shares."""
-        consumers = {name: replace(consumer, shares=1) for name, consumer in self.spec.consumers.items()}
+        """What must be the same to go on from a snapshot: all but the shares."""
+        consumers = {name: replace(consumer, shares=1, balance=()) for name, consumer in self.spec.consumers.items()}
         return self.spec.columns, consumers, self.spec.guarantee_order
 
     def restore(self, state: Mapping[str, Any], payloads: Mapping[int, Any], holder: str | None = None) -> None:

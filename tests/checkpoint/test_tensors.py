@@ -6,7 +6,8 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from mindspeed_rl.checkpoint.tensors import Piece, StoredTensors, complete, file_name, write_pieces
+from mindspeed_rl.checkpoint import tensors
+from mindspeed_rl.checkpoint.tensors import Piece, StoredTensors, complete, file_name, pieces_of, write_pieces
 from mindspeed_rl.common.errors import CheckpointError
 
 WHOLE = torch.arange(60.0).view(6, 10)
@@ -58,6 +59,15 @@ def test_torch_reads_it(stored: StoredTensors) -> None:
     dcp.load(state, checkpoint_id=stored.folder, no_dist=True)
     assert torch.equal(state["a"], WHOLE)
     assert torch.equal(state["b"], VECTOR)
+
+
+def test_large_tensors_are_blocks_of_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tensors, "LARGEST", 25)
+    found = write(tmp_path, [*pieces_of("a", WHOLE), *pieces_of("b", torch.arange(60.0))])
+    assert torch.equal(found.tensor("a"), WHOLE)
+    assert torch.equal(found.tensor("b"), torch.arange(60.0))
+    assert [len(piece.data) for piece in pieces_of("a", WHOLE)] == [2, 2, 2]
+    assert [len(piece.data) for piece in pieces_of("b", torch.arange(60.0))] == [25, 25, 10]
 
 
 def test_equal_contents_make_equal_files(tmp_path: Path) -> None:

@@ -77,6 +77,10 @@ def scenario(rank: int, folder: str, settings: dict[str, Any], root: str) -> Non
     resumed = engine()
     load(resumed, path)
     assert torch.equal(torch.rand(3), random_after_save)
+
+    # of another layout there is no state of generators: they start anew, from the seed and the iteration
+    drawn = [(resumed.load_rng({}, iteration), torch.rand(3))[1] for iteration in (1, 2, 1)]
+    assert [torch.equal(drawn[0], other) for other in drawn] == [True, False, True]
     assert same(weights(resumed), weights(first))
     expected, found = step(first), step(resumed)
     assert found == expected

@@ -87,7 +87,7 @@ def test_without_async_save_it_is_complete_on_return(tmp_path: Path) -> None:
 
 
 def until(condition: Any) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 120
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.001)

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from mindspeed_rl.common.errors import DockError, DockTimeout
+from mindspeed_rl.data.packing import balanced_partition
 from mindspeed_rl.transfer_dock.jagged import Jagged
 from mindspeed_rl.transfer_dock.spec import NOT_YET, ColumnSpec, ConsumerSpec, DockSpec
 
@@ -334,31 +335,33 @@ def test_back_pressure_holds_back_later_iterations_only(make_dock):
     assert dock.stats()["bytes_put"] == 4 * 808
 
 
-@pytest.mark.parametrize("guarantee_order", [True, False])
-@pytest.mark.parametrize("shares", [1, 4])
-def test_a_snapshot_goes_on_with_other_numbers_of_shares(make_dock, shares, guarantee_order):
+@pytest.mark.parametrize(
+    ("before", "after", "guarantee_order", "balanced"),
+    [(2, 1, True, False), (2, 4, False, False), (1, 4, True, True), (4, 2, True, True), (2, 1, True, True)],
+)
+def test_a_snapshot_goes_on_with_other_numbers_of_shares(make_dock, before, after, guarantee_order, balanced):
     """As when a run goes on with another layout: what is done stays done, all else is handed out once."""
-    dock = make_dock(guarantee_order=guarantee_order)
+
+    def make(shares):
+        balance = ("prompt", "response") if balanced and shares > 1 else ()
+        consumers = {**CONSUMERS, "update": replace(CONSUMERS["update"], shares=shares, balance=balance)}
+        return make_dock(consumers, guarantee_order=guarantee_order, partition=balanced_partition)
+
+    dock = make(before)
     dock.begin(0, 8, 1, 4)
-    columns = {
-        "reward": [0.0] * 8,
-        "label": list("abcdefgh"),
-        "prompt": prompts(8, 1),
-        "response": responses(range(8)),
-    }
-    dock.put(0, range(8), {**columns, "log_probs": [torch.zeros(row) for row in range(8)]})
-    done = [dock.claim("update", 0, 1, share=share) for share in (0, 1, 1)]
+    texts = {"prompt": prompts(8, 1), "response": responses(range(8)), "label": list("abcdefgh")}
+    dock.put(0, range(8), {**texts, "reward": [0.0] * 8, "log_probs": [torch.zeros(row) for row in range(8)]})
+    done = [dock.claim("update", 0, 1, share=share) for share in (0, before - 1, before - 1)]
     for claim in done:
         dock.ack(claim)
     dock.claim("update", 0, 1)  # nobody acknowledges it
     snapshot = pickle.loads(pickle.dumps(dock.snapshot()))
     dock.clear(0)
 
-    changed = {name: replace(consumer, shares=shares) for name, consumer in CONSUMERS.items()}
-    dock = make_dock(changed, guarantee_order=guarantee_order)
+    dock = make(after)
     dock.restore(snapshot)
     rows = [row for claim in done for row in claim.rows]
-    for share in range(shares):
+    for share in range(after):
         while (claim := dock.claim("update", 0, 1, share=share)) is not None:
             rows += claim.rows
             dock.ack(claim)

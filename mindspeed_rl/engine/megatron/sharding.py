@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from mindspeed_rl.checkpoint.state import WEIGHTS
-from mindspeed_rl.checkpoint.tensors import Piece, StoredTensors
+from mindspeed_rl.checkpoint.tensors import LARGEST, Piece, StoredTensors
 from mindspeed_rl.config.model import ModelConfig
 from mindspeed_rl.engine.megatron.optimizer import Optimizer
 from mindspeed_rl.resharding.layout import WeightLayout
@@ -25,7 +25,6 @@ from mindspeed_rl.resharding.names import Parameter
 
 OPTIMIZER = "optimizer."
 MAIN = f"{OPTIMIZER}main."
-LARGEST = 2**24  # elements of a rectangle that is written: who needs a part of it later reads the whole of it
 
 
 @dataclass(frozen=True)
