@@ -25,6 +25,7 @@ class Rule:
 
 
 RULES: list[Rule] = []
+_FARTHEST = 10_000  # how far from a refused divisor others are looked for: numbers may have any size
 
 
 def rule(*keys: str, needs_model: bool = False) -> Callable[[Callable[..., Found]], Callable[..., Found]]:
@@ -40,7 +41,10 @@ def rule(*keys: str, needs_model: bool = False) -> Callable[[Callable[..., Found
 def divides(path: str, value: int, divisor_path: str, divisor: int) -> Found:
     """`divisor` must divide `value`; the violation names both keys and near divisors that would do."""
     if value % divisor:
-        near = sorted({d for d in range(1, value + 1) if value % d == 0}, key=lambda d: (abs(d - divisor), d))[:3]
+        middle = min(divisor, value)
+        window = range(max(1, middle - _FARTHEST), min(value, middle + _FARTHEST) + 1)
+        possible = {1, value, *(d for d in window if value % d == 0)}
+        near = sorted(possible, key=lambda d: (abs(d - divisor), d))[:3]
         message = f"does not divide {path} = {value}"
         yield Violation(divisor_path, divisor, message, f"possible: {', '.join(map(str, sorted(near)))}")
 

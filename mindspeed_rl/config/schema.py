@@ -9,9 +9,18 @@ Unknown keys are refused; nothing here is accepted and ignored.
 from __future__ import annotations
 
 from functools import cached_property
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import (
+    AliasChoices,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from mindspeed_rl.config.model import ModelConfig
 
@@ -19,6 +28,7 @@ Count = Annotated[int, Field(ge=1, strict=True)]
 NonNegative = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
+Minutes = Annotated[float, Field(gt=0, le=100_000)]  # Python can wait no longer than some hundred years
 Switch = Annotated[bool, Field(strict=True)]
 Layers = Annotated[tuple[Annotated[int, Field(ge=0)], ...], BeforeValidator(lambda value: _split(value))]
 
@@ -31,9 +41,26 @@ def _split(value: Any) -> Any:
 
 
 class Section(BaseModel):
-    """Base of all sections: no unknown keys, immutable after validation, non-finite numbers refused."""
+    """Base of all sections: no unknown keys, immutable after validation; numbers are finite and no truth values."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, populate_by_name=True)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_truth_value_for_a_number(cls, value: Any, info: ValidationInfo) -> Any:
+        """Pydantic would take `true` for 1."""
+        types = _types_in(cls.model_fields[info.field_name or ""].annotation)
+        if types & {int, float} and bool not in types:
+            given = value if isinstance(value, list) else [value]
+            if any(isinstance(item, bool) for item in given):
+                raise ValueError("should be a number, not a truth value")
+        return value
+
+
+def _types_in(annotation: Any) -> set[Any]:
+    """A type, or those of a union or list."""
+    parts = get_args(annotation)
+    return set().union(*map(_types_in, parts)) if parts else {annotation}
 
 
 class MegatronConfig(Section):
@@ -98,7 +125,7 @@ class MegatronConfig(Section):
     recompute_num_layers: Count | None = Field(
         None, description="with `full`: layers of a group (uniform), or layers recomputed (block)"
     )
-    distributed_timeout_minutes: Annotated[float, Field(gt=0)] = Field(10, description="deadline of one collective")
+    distributed_timeout_minutes: Minutes = Field(10, description="deadline of one collective")
     # optimizer
     lr: Annotated[float, Field(gt=0)] = Field(1e-6, description="(peak) learning rate")
     min_lr: NonNegative = Field(0.0, description="learning rate at the end of the decay")
@@ -243,8 +270,8 @@ class RLConfig(Section):
         None, description="devices of rollout with use_integrated_worker: false"
     )
     num_cpus_for_local_task: NonNegative = Field(1.0, description="CPUs Ray reserves for each local (CPU) actor")
-    start_timeout_minutes: Annotated[float, Field(gt=0)] = Field(30, description="deadline for start-up")
-    stage_timeout_minutes: Annotated[float, Field(gt=0)] = Field(60, description="deadline for one stage of a step")
+    start_timeout_minutes: Minutes = Field(30, description="deadline for start-up")
+    stage_timeout_minutes: Minutes = Field(60, description="deadline for one stage of a step")
     # rewards
     rule_reward: Switch = Field(True, description="score responses with rules (verifiers)")
     verifier_function: list[str] = Field(["math_verify"], description="names of the verifiers")

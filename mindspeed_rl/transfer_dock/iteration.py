@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +10,7 @@ import numpy as np
 
 from mindspeed_rl.common.errors import DockError
 from mindspeed_rl.transfer_dock.arrays import Shared, as_index, members
+from mindspeed_rl.transfer_dock.checks import instance, integer
 from mindspeed_rl.transfer_dock.progress import Progress
 from mindspeed_rl.transfer_dock.selection import SelectionState
 from mindspeed_rl.transfer_dock.spec import DockSpec, Selection
@@ -37,14 +38,34 @@ class Begin:
     orders: Mapping[str, Sequence[int]]
     selection: Selection | None = None
 
+    @classmethod
+    def checked(
+        cls,
+        num_prompts: int,
+        n_samples: int,
+        block_rows: int,
+        orders: Mapping[str, Sequence[int]] | None,
+        selection: Selection | None,
+    ) -> Begin:
+        """Of the right types and in range, with orders of its own that the caller's later changes do not reach."""
+        sizes = {"num_prompts": num_prompts, "n_samples": n_samples, "block_rows": block_rows}
+        whole = {name: integer(name, size, least=1) for name, size in sizes.items()}
+        instance("orders", orders or {}, Mapping)
+        if selection is not None:
+            instance("selection", selection, Selection)
+        copies: dict[str, Any] = {}
+        for name, order in (orders or {}).items():
+            try:
+                copies[name] = np.array(order)
+            except ValueError as error:  # lists of different lengths
+                raise DockError(f"the order for consumer '{name}' is not a permutation: {order!r:.80}") from error
+        return cls(**whole, orders=copies, selection=selection)
+
 
 class Iteration:
     """Rows of one iteration. `ages`: [prompts] iterations that each group was part of before (with a selection)."""
 
     def __init__(self, spec: DockSpec, begin: Begin, ages: np.ndarray | None = None):
-        for name in ("num_prompts", "n_samples", "block_rows"):
-            if getattr(begin, name) < 1:
-                raise DockError(f"{name} = {getattr(begin, name)}: expected at least 1")
         unknown = [name for name in begin.orders if name not in spec.consumers]
         if unknown:
             raise DockError(f"orders for unknown consumers {unknown}; there are {list(spec.consumers)}")
@@ -55,6 +76,8 @@ class Iteration:
         self.lengths = {column: np.zeros(self.rows, np.int32) for column in spec.balancing}
         self.selection: SelectionState | None = None
         if begin.selection is not None:
+            if not any(consumer.all_prompts for consumer in spec.consumers.values()):
+                raise DockError("a selection needs a consumer with all_prompts: nobody else completes groups")
             ages = np.zeros(begin.num_prompts, np.int32) if ages is None else ages
             self.selection = SelectionState(begin.selection, ages, spec.guarantee_order)
         self.progress = {name: self._new_progress(name) for name in spec.consumers}
@@ -62,6 +85,7 @@ class Iteration:
         self._lacking = self._count_lacking()  # [prompts] generated values that each group lacks
         self.payloads: set[int] = set()
         self.lost: dict[str, np.ndarray] = {}  # column that no consumer puts -> rows whose value is lost
+        self.carried_to: int | None = None  # iteration that began with the groups that this one has not selected
 
     def _new_progress(self, name: str) -> Progress:
         consumer, begin = self.spec.consumers[name], self.begin
@@ -72,11 +96,11 @@ class Iteration:
         def deal_out(rows: np.ndarray) -> Sequence[Sequence[int]]:
             assert self.spec.partition is not None
             lengths = sum(self.lengths[column][rows].astype(np.int64) for column in consumer.balance)
-            parts = self.spec.partition(np.asarray(lengths), consumer.shares)
+            parts = [sorted(part) for part in self.spec.partition(np.asarray(lengths), consumer.shares)]
             whole = sorted(index for part in parts for index in part) == list(range(len(rows)))
             if not whole or len({len(part) for part in parts}) > 1 or len(parts) != consumer.shares:
                 raise DockError(f"the partition for '{name}' is not one of {len(rows)} rows into equally many")
-            return [sorted(part) for part in parts]
+            return [list(map(int, part)) for part in parts]
 
         return Progress(
             name,
@@ -110,6 +134,21 @@ class Iteration:
             if present.any() and not self.spec.columns[column].replaceable:
                 row = rows[np.flatnonzero(present)[0]]
                 raise DockError(f"put: row {row} of iteration {number} has column '{column}' already")
+
+    def check_results(self, number: int, consumer: str, rows: np.ndarray, columns: Collection[str] = ()) -> None:
+        """Raise `DockError` if these rows would be done for a consumer without a value that it puts.
+
+        columns: that come with the acknowledgement.
+        """
+        spec = self.spec.consumers[consumer]
+        if self.selection is not None and spec.all_prompts:
+            return  # rows that the iteration does not need are left unfinished
+        index = as_index(rows)
+        for column in [column for column in spec.puts if column not in columns]:
+            absent = self.locations[column][index] == 0
+            if absent.any():
+                row = rows[np.flatnonzero(absent)[0]]
+                raise DockError(f"ack: '{consumer}' puts '{column}', which row {row} of iteration {number} lacks")
 
     def place(
         self, rows: np.ndarray, columns: Sequence[str], payload: int, lengths: Mapping[str, np.ndarray]
@@ -177,6 +216,8 @@ class Iteration:
         ours, theirs = self.begin.n_samples, former.begin.n_samples
         if ours != theirs:
             raise DockError(f"n_samples = {ours}: groups of {theirs} are carried over")
+        if former.carried_to is not None:
+            raise DockError(f"the groups were carried over to iteration {former.carried_to} before")
         if not former.selection.is_over:
             raise DockError("an iteration's groups are carried over only when its selection is complete")
         prompts = former.selection.left()
@@ -322,6 +363,7 @@ class Iteration:
             "progress": {name: progress.state() for name, progress in self.progress.items()},
             "payloads": sorted(self.payloads),
             "lost": {name: rows.copy() for name, rows in self.lost.items()},
+            "carried_to": self.carried_to,
         }
 
     @classmethod
@@ -339,7 +381,7 @@ class Iteration:
         for name in iteration.progress:
             iteration._rebuild(name, state["progress"][name], {})
         iteration.payloads = set(state["payloads"])
-        iteration.lost = dict(state["lost"])
+        iteration.lost, iteration.carried_to = dict(state["lost"]), state["carried_to"]
         iteration._lacking = iteration._count_lacking()
         iteration.close_if_enough()
         return iteration

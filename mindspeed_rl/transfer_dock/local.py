@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from mindspeed_rl.common.errors import DockTimeout
+from mindspeed_rl.transfer_dock.checks import instance, seconds
 from mindspeed_rl.transfer_dock.payload import pack
 from mindspeed_rl.transfer_dock.reader import PayloadReader
 from mindspeed_rl.transfer_dock.spec import DEFAULT_TIMEOUT, NOT_YET, Claim, DockSnapshot, DockSpec, NotYet, Selection
@@ -55,6 +56,7 @@ class LocalTransferDock:
         lease: int | None,
         timeout: float,
     ) -> None:
+        timeout = seconds("timeout", timeout)
         payload = pack(self.spec, rows, columns)
         lengths = payload.lengths_for(self.spec)
         with self._changed:
@@ -73,7 +75,7 @@ class LocalTransferDock:
         share: int = 0,
         timeout: float = DEFAULT_TIMEOUT,
     ) -> Claim | None:
-        start = time.monotonic()
+        timeout, start = seconds("timeout", timeout), time.monotonic()
         with self._changed:
             try:
                 while (claim := self._claim(consumer, iteration, count, share)) is NOT_YET:
@@ -100,6 +102,7 @@ class LocalTransferDock:
         return self._table.claim(consumer, iteration, count, share, self._holder)
 
     def get(self, claim: Claim, columns: Sequence[str]) -> dict[str, Any]:
+        instance("claim", claim, Claim)
         with self._changed:
             if not self._table.is_alive(claim.iteration):
                 raise self._table.not_alive(claim.iteration)
@@ -112,6 +115,7 @@ class LocalTransferDock:
         rows: Sequence[int] | None = None,
         timeout: float = DEFAULT_TIMEOUT,
     ) -> None:
+        instance("claim", claim, Claim)
         if columns:
             self._put(claim.iteration, as_rows(claim.rows if rows is None else rows), columns, claim.lease, timeout)
             return
@@ -121,6 +125,7 @@ class LocalTransferDock:
             self._notify()
 
     def release(self, claim: Claim) -> None:
+        instance("claim", claim, Claim)
         with self._changed:
             self._alive()
             self._table.release(claim.iteration, claim.lease)
@@ -142,6 +147,7 @@ class LocalTransferDock:
             return DockSnapshot(*self._table.snapshot())
 
     def restore(self, snapshot: DockSnapshot) -> None:
+        instance("snapshot", snapshot, DockSnapshot)
         with self._changed:
             self._table.restore(snapshot.state, snapshot.payloads)
 

@@ -17,6 +17,7 @@ import torch
 
 from mindspeed_rl.common.errors import DockError
 from mindspeed_rl.transfer_dock.arrays import Shared
+from mindspeed_rl.transfer_dock.checks import instance
 from mindspeed_rl.transfer_dock.jagged import Jagged
 from mindspeed_rl.transfer_dock.spec import ColumnSpec, DockSpec
 
@@ -48,9 +49,9 @@ class Values:
         return self.lengths if self.pieces is None else self.lengths[self.pieces]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Payload:
-    """The values of one put, by column."""
+    """The values of one put, by column; equal to itself only."""
 
     columns: dict[str, Values]
 
@@ -103,10 +104,15 @@ def pack(
     """
     if not columns:
         raise DockError("put: no columns given")
+    instance("columns of a put", columns, Mapping)
     checked: dict[str, _Column] = {}
     for name, values in columns.items():
         if name not in spec.columns:
             raise DockError(f"put: unknown column '{name}'; there are {list(spec.columns)}")
+        if not isinstance(values, Sequence | np.ndarray | torch.Tensor) or isinstance(values, str | bytes):
+            raise DockError(f"put: column '{name}': expected a sequence of one value a row, got {_kind(values)}")
+        if isinstance(values, torch.Tensor | np.ndarray) and not values.ndim:
+            raise DockError(f"put: column '{name}': expected a sequence of one value a row, got {_kind(values)}")
         if len(values) != len(rows):
             raise DockError(f"put: column '{name}' has {len(values)} values for {len(rows)} rows")
         checked[name] = _CHECKS[spec.columns[name].kind](name, spec.columns[name], rows, values)
@@ -167,9 +173,10 @@ def _checked_rows(name: str, column: ColumnSpec, rows: np.ndarray, values: Seque
 
 def _distinct(values: Sequence[Any]) -> tuple[list[Any], np.ndarray | None]:
     """The different objects among `values`, and which of them each value is (None: all differ)."""
+    values = list(values)  # what a sequence makes when it is asked has an identity only while it is kept
     first = dict(zip(map(id, values), values, strict=True))
     if len(first) == len(values):
-        return list(values), None
+        return values, None
     number = {key: index for index, key in enumerate(first)}
     return list(first.values()), np.array([number[id(value)] for value in values], np.int64)
 
@@ -181,8 +188,11 @@ def _check_scalar(name: str, column: ColumnSpec, rows: np.ndarray, values: Seque
             raise DockError(f"put: column '{name}': expected one 1-D {column.dtype} tensor, got {_kind(values)}")
         return _Column(values)
     for row, value in zip(rows, values, strict=True):
-        item = np.asarray(value)
-        if item.ndim or item.dtype.kind not in kinds:
+        try:
+            item = np.asarray(value)
+        except (TypeError, ValueError, RuntimeError):  # bfloat16, lists of different lengths, values on a device
+            item = None
+        if item is None or item.ndim or item.dtype.kind not in kinds:
             raise DockError(
                 f"put: column '{name}', row {row}: expected a number ({column.dtype}), got {_kind(value)}"
             )

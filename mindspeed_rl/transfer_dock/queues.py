@@ -94,7 +94,7 @@ class _Sequence:
 class OrderedQueue:
     """Strict order: a share gets its units one after the other, and waits for the next even if later are ready.
 
-    With `deal_out`, a block's units are shared out when all of them are ready, and handed out only then. The shares'
+    With `deal_out`, a block's units are shared out once all of them are ready, and handed out only then. The shares'
     sizes stay those of `owners`, so that nothing but who owns what changes.
     """
 
@@ -119,18 +119,27 @@ class OrderedQueue:
         self._shares = [_Sequence(units) for units in by_share]
 
     def became_ready(self, units: np.ndarray) -> None:
-        if self.dealt is None:
-            return
-        for block in np.unique(units // self._block).tolist():
-            members = slice(block * self._block, (block + 1) * self._block)
-            if not self.dealt[block] and not self._missing[members].any():
-                self._deal(block, members)
+        """Nothing to do: `take` looks at what is missing."""
+
+    def _is_dealt(self, block: int) -> bool:
+        """Whether the block's units have their shares; deals them out if they can be.
+
+        Only when the first of them is asked for: `deal_out` is not ours and may raise, which must not undo a put.
+        """
+        if self.dealt is None or self.dealt[block]:
+            return True
+        members = slice(block * self._block, (block + 1) * self._block)
+        if self._missing[members].any():
+            return False
+        self._deal(block, members)
+        return True
 
     def _deal(self, block: int, members: slice) -> None:
         assert self._deal_out is not None
         assert self.dealt is not None
         units = np.arange(len(self._missing), dtype=np.int32)[members]
-        for share, (sequence, part) in enumerate(zip(self._shares, self._deal_out(units), strict=True)):
+        parts = self._deal_out(units)
+        for share, (sequence, part) in enumerate(zip(self._shares, parts, strict=True)):
             self.owner[units[part]] = share
             first = int(np.searchsorted(sequence.units, units[0]))
             sequence.units[first : first + len(part)] = units[part]
@@ -139,12 +148,13 @@ class OrderedQueue:
     def take(self, share: int, count: int) -> np.ndarray:
         sequence = self._shares[share]
         back, fresh = sequence.next_indices(count, self._block)
+        first = sequence.units[back[0] if back else sequence.cursor] if back or fresh else None
+        if first is not None and not self._is_dealt(int(first) // self._block):
+            return NO_UNITS
         units = sequence.units[sequence.cursor : sequence.cursor + fresh]
         if back:
             units = np.concatenate((sequence.units[back], units))
         if not len(units) or self._missing[units].any():
-            return NO_UNITS
-        if self.dealt is not None and not self.dealt[units[0] // self._block]:
             return NO_UNITS
         for _ in back:
             heapq.heappop(sequence.returned)

@@ -17,6 +17,7 @@ import ray
 from ray.exceptions import GetTimeoutError, ObjectLostError
 
 from mindspeed_rl.common.errors import DockError, DockTimeout, RowsLost
+from mindspeed_rl.transfer_dock.checks import instance, seconds
 from mindspeed_rl.transfer_dock.client import Client, client_of
 from mindspeed_rl.transfer_dock.controller import Controller
 from mindspeed_rl.transfer_dock.payload import Payload, Scratch, pack
@@ -92,6 +93,7 @@ class RayTransferDock:
         lease: int | None,
         timeout: float,
     ) -> None:
+        timeout = seconds("timeout", timeout)
         payload = pack(self.spec, rows, columns, self._scratch)
         ref = ray.put(payload)
         lengths = payload.lengths_for(self.spec)
@@ -107,6 +109,7 @@ class RayTransferDock:
         share: int = 0,
         timeout: float = DEFAULT_TIMEOUT,
     ) -> Claim | None:
+        timeout = seconds("timeout", timeout)
         self._client.live()
         arguments = (consumer, iteration, count, share, timeout)
         return self._client.request("claim", *arguments, seconds=timeout)
@@ -116,6 +119,7 @@ class RayTransferDock:
         return self._client.request("try_claim", consumer, iteration, count, share)
 
     def get(self, claim: Claim, columns: Sequence[str]) -> dict[str, Any]:
+        instance("claim", claim, Claim)
         return self._reader.get(claim, columns)
 
     def ack(
@@ -125,6 +129,7 @@ class RayTransferDock:
         rows: Sequence[int] | None = None,
         timeout: float = DEFAULT_TIMEOUT,
     ) -> None:
+        instance("claim", claim, Claim)
         if columns:
             numbers = as_rows(claim.rows if rows is None else rows)
             self._put(claim.iteration, numbers, columns, claim.lease, timeout)
@@ -132,6 +137,7 @@ class RayTransferDock:
             self._client.request("ack", claim.iteration, claim.lease, None if rows is None else as_rows(rows))
 
     def release(self, claim: Claim) -> None:
+        instance("claim", claim, Claim)
         self._client.request("release", claim.iteration, claim.lease)
 
     def advance(self, version: int) -> None:
@@ -156,6 +162,7 @@ class RayTransferDock:
                 return DockSnapshot(state, dict(zip(refs, payloads, strict=True)))
 
     def restore(self, snapshot: DockSnapshot) -> None:
+        instance("snapshot", snapshot, DockSnapshot)
         refs = {key: ray.put(payload) for key, payload in snapshot.payloads.items()}
         addresses = {key: to_address(ref) for key, ref in refs.items()}
         self._client.request_with(refs.values(), "restore", snapshot.state, addresses)

@@ -62,9 +62,10 @@ class _Column:
 
 
 class _Open:
-    """A payload with the columns that have been read so far."""
+    """A payload, fetched from `address`, with the columns that have been read so far."""
 
-    def __init__(self, payload: Payload, spec: DockSpec):
+    def __init__(self, address: Any, payload: Payload, spec: DockSpec):
+        self.address = address
         self._payload, self._spec = payload, spec
         self._columns: dict[str, _Column] = {}
         self._bounds: dict[int, np.ndarray] = {}  # by identity of the lengths, which columns share
@@ -118,11 +119,14 @@ class PayloadReader:
 
     def _opened(self, claim: Claim, ids: list[int]) -> dict[int, _Open]:
         with self._lock:
-            result = {key: self._open[claim.iteration, key] for key in ids if (claim.iteration, key) in self._open}
+            known = {key: self._open.get((claim.iteration, key)) for key in ids}
+        # another dock's claim may have the same numbers
+        result = {key: each for key, each in known.items() if each and each.address == claim.payloads[key]}
         absent = [key for key in ids if key not in result]
         if absent:  # without the lock: over a network it may take long
             payloads = self._resolve(claim, absent)
-            result |= {key: _Open(payload, self._spec) for key, payload in zip(absent, payloads, strict=True)}
+            for key, payload in zip(absent, payloads, strict=True):
+                result[key] = _Open(claim.payloads[key], payload, self._spec)
         with self._lock:
             for key in ids:
                 self._open[claim.iteration, key] = result[key]

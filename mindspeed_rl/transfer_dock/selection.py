@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from mindspeed_rl.common.errors import DockError
+from mindspeed_rl.transfer_dock.checks import integer
 from mindspeed_rl.transfer_dock.spec import Selection
 
 
@@ -25,10 +26,9 @@ class SelectionState:
 
     def __init__(self, spec: Selection, ages: np.ndarray, keep_order: bool):
         self.spec, self.ages, self._keep_order = spec, ages, keep_order
-        if not 1 <= spec.prompts <= len(ages):
+        if not 1 <= integer("prompts of the selection", spec.prompts) <= len(ages):
             raise DockError(f"a selection of {spec.prompts} prompts: the iteration has {len(ages)}")
-        if spec.max_iterations < 1:
-            raise DockError(f"max_iterations = {spec.max_iterations}: expected at least 1")
+        integer("max_iterations", spec.max_iterations, least=1)
         self._last = ages + 1 >= spec.max_iterations
         if self._last.sum() > spec.prompts:
             raise DockError(

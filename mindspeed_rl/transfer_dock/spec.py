@@ -14,7 +14,9 @@ from typing import Any, Final, Literal, Protocol
 import numpy as np
 
 from mindspeed_rl.common.errors import DockError
+from mindspeed_rl.transfer_dock.checks import instance, integer, seconds
 
+_MOST_SHARES = 2**15 - 2  # what the state of a row has room for
 DEFAULT_TIMEOUT: Final = 600.0
 """Seconds that a claim or put waits at most unless told otherwise."""
 
@@ -41,6 +43,7 @@ class ColumnSpec:
             raise DockError(
                 f"column dtype {self.dtype!r}: a column of kind {self.kind!r} takes {' or '.join(allowed)}"
             )
+        instance("replaceable", self.replaceable, bool)
 
 
 @dataclass(frozen=True)
@@ -102,7 +105,7 @@ class DockSpec:
     so long. Processes say by themselves that they live, unless `renew_leases` is false: then a lease simply ends.
     `max_bytes`: while live payloads exceed it, puts for any iteration but the oldest one alive wait. The oldest is
     exempt because only its completion frees memory: holding it back would be a deadlock.
-    `partition`: shares out the blocks of consumers with `balance`.
+    `partition`: shares out the blocks of consumers with `balance`; what it raises, the claim raises that needs it.
     """
 
     columns: dict[str, ColumnSpec]
@@ -115,23 +118,49 @@ class DockSpec:
 
     def __post_init__(self) -> None:
         made: dict[str, str] = {}
+        for name, column in self.columns.items():
+            instance(f"column '{name}'", column, ColumnSpec)
         for name, consumer in self.consumers.items():
+            instance(f"consumer '{name}'", consumer, ConsumerSpec)
             self._check_consumer(name, consumer)
             for column in consumer.puts:
                 if column in made:
                     raise DockError(f"consumers '{made[column]}' and '{name}' both put column '{column}'")
                 made[column] = name
-        if not self.lease_seconds > 0:
-            raise DockError(f"lease_seconds = {self.lease_seconds}: expected more than 0")
-        if self.max_bytes is not None and self.max_bytes < 1:
-            raise DockError(f"max_bytes = {self.max_bytes}: expected at least 1, or None for no limit")
+        self._check_sequence(made)
+        for flag in ("guarantee_order", "renew_leases"):
+            instance(flag, getattr(self, flag), bool)
+        seconds("lease_seconds", self.lease_seconds, above_zero=True)
+        if self.max_bytes is not None:
+            integer("max_bytes", self.max_bytes, least=1)
 
     @property
     def balancing(self) -> set[str]:
         """Columns that some consumer is balanced by."""
         return {column for consumer in self.consumers.values() for column in consumer.balance}
 
+    def _check_sequence(self, made: Mapping[str, str]) -> None:
+        """Refuse consumers that would wait for each other for ever."""
+        there = {column for column in self.columns if column not in made}
+        waiting = dict(self.consumers)
+        while ready := [name for name, consumer in waiting.items() if there.issuperset(consumer.needs)]:
+            for name in ready:
+                there.update(waiting.pop(name).puts)
+        if waiting:
+            raise DockError(f"consumers {list(waiting)} need, directly or not, what they put themselves")
+        for name, consumer in self.consumers.items():
+            late = [c for c in consumer.needs if c in made and not self.consumers[made[c]].all_prompts]
+            if consumer.all_prompts and late:
+                raise DockError(
+                    f"consumer '{name}' has all_prompts and needs {late}, which '{made[late[0]]}' puts for selected "
+                    "groups only: those that it completes itself"
+                )
+
     def _check_consumer(self, name: str, consumer: ConsumerSpec) -> None:
+        for field in ("needs", "optional", "puts", "balance"):
+            instance(f"{field} of consumer '{name}'", getattr(consumer, field), tuple)
+        for field in ("grouped", "all_prompts"):
+            instance(f"{field} of consumer '{name}'", getattr(consumer, field), bool)
         for what, columns in (("needs", consumer.needs), ("optional", consumer.optional), ("puts", consumer.puts)):
             unknown = [column for column in columns if column not in self.columns]
             if unknown:
@@ -146,10 +175,10 @@ class DockSpec:
             raise DockError(f"consumer '{name}' has optional scalars {scalars}: a scalar cannot be absent")
         if set(consumer.needs) & set(consumer.puts):
             raise DockError(f"consumer '{name}' both needs and puts {set(consumer.needs) & set(consumer.puts)}")
-        if consumer.shares < 1:
-            raise DockError(f"consumer '{name}' has shares = {consumer.shares}: expected at least 1")
-        if consumer.max_staleness is not None and consumer.max_staleness < 0:
-            raise DockError(f"consumer '{name}' has max_staleness = {consumer.max_staleness}: expected at least 0")
+        if integer(f"consumer '{name}' has shares", consumer.shares, least=1) > _MOST_SHARES:
+            raise DockError(f"consumer '{name}' has shares = {consumer.shares}: expected at most {_MOST_SHARES}")
+        if consumer.max_staleness is not None:
+            integer(f"consumer '{name}' has max_staleness", consumer.max_staleness, least=0)
         if consumer.all_prompts and not consumer.puts:
             raise DockError(f"consumer '{name}' has all_prompts but puts nothing: its values complete a group")
         if not consumer.balance:
@@ -240,7 +269,7 @@ class TransferDock(Protocol):
         those consumers put: then they get no more rows, and every other consumer sees the selected groups only, as so
         many rows (and `orders` are permutations of 0 … selected rows − 1). With `carry_from`, an iteration whose
         selection is complete, the groups that it did not select are the first prompts here, those that took part
-        longest first, with all their values.
+        longest first, with all their values; that is possible once.
 
         Returns the number of prompts carried over: values of the other rows are still to be put.
         """
@@ -301,7 +330,8 @@ class TransferDock(Protocol):
         """The consumer is done with the claim's rows, or with these `rows` of it (whole groups if it is grouped).
 
         `columns` are the results for just those rows: stored and acknowledged in one step, so that a row is either
-        done with all its results or handed out again. Refused, with nothing stored, when the lease has ended.
+        done with all its results or handed out again. Refused, with nothing stored, when the lease has ended, or when
+        a row would lack something that the consumer puts (unless a selection may leave rows of it unfinished).
         """
 
     def release(self, claim: Claim) -> None:

@@ -9,13 +9,14 @@ from __future__ import annotations
 import heapq
 import secrets
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from mindspeed_rl.common.errors import DockError
+from mindspeed_rl.transfer_dock.checks import integer
 from mindspeed_rl.transfer_dock.iteration import Begin, Iteration, Lease
 from mindspeed_rl.transfer_dock.progress import Progress
 from mindspeed_rl.transfer_dock.queues import NO_UNITS
@@ -26,7 +27,10 @@ _SHOWN = 4  # rows named in a message before "and N more"
 
 def as_rows(rows: Sequence[int]) -> np.ndarray:
     """Row numbers as int64 [n]; `DockError` unless they are one or more different integers."""
-    array = np.arange(rows.start, rows.stop, rows.step) if isinstance(rows, range) else np.asarray(rows)
+    try:
+        array = np.arange(rows.start, rows.stop, rows.step) if isinstance(rows, range) else np.asarray(rows)
+    except ValueError as error:  # lists of different lengths
+        raise DockError(f"rows = {rows!r:.80}: expected one or more row numbers") from error
     if array.ndim != 1 or not array.size or array.dtype.kind not in "iu":
         raise DockError(f"rows = {rows!r:.80}: expected one or more row numbers")
     array = array.astype(np.int64)
@@ -80,9 +84,10 @@ class DockTable:
         carry_from: int | None = None,
     ) -> int:
         """See `TransferDock.begin`."""
+        iteration = integer("iteration", iteration)
         if iteration in self._iterations or iteration in self._cleared:
             raise DockError(f"iteration {iteration} was begun before")
-        begin = Begin(num_prompts, n_samples, block_rows, dict(orders or {}), selection)
+        begin = Begin.checked(num_prompts, n_samples, block_rows, orders, selection)
         former = None if carry_from is None else self._iteration(carry_from)
         if former is None:
             self._iterations[iteration] = Iteration(self.spec, begin)
@@ -94,6 +99,7 @@ class DockTable:
         ages[: len(left)] = former.selection.ages[left] + 1
         new = Iteration(self.spec, begin, ages)
         carried = new.carry_from(former)
+        former.carried_to = iteration
         self._iterations[iteration] = new
         return carried
 
@@ -136,11 +142,15 @@ class DockTable:
 
     # --- rows in
 
-    def check_put(self, iteration: int, rows: np.ndarray, columns: Iterable[str], lease: int | None = None) -> None:
+    def check_put(self, iteration: int, rows: np.ndarray, columns: Collection[str], lease: int | None = None) -> None:
         """Raise `DockError` if a put of these rows (from `as_rows`) and columns would be refused."""
-        if lease is not None:  # first: who comes after the lease's end may find that somebody else has put the values
-            self._units_held(iteration, lease, rows)
-        self._iteration(iteration).check_put(iteration, rows, columns)
+        if lease is None:
+            self._iteration(iteration).check_put(iteration, rows, columns)
+            return
+        # first: who comes after the lease's end may find that somebody else has put the values
+        held, _ = self._units_held(iteration, lease, rows)
+        self._iterations[iteration].check_put(iteration, rows, columns)
+        self._iterations[iteration].check_results(iteration, held.consumer, rows, columns)
 
     def must_wait(self, iteration: int) -> bool:
         """Back-pressure: a put for this iteration has to wait until memory is freed (see `DockSpec.max_bytes`)."""
@@ -218,6 +228,7 @@ class DockTable:
 
     def advance(self, version: int) -> None:
         """See `TransferDock.advance`."""
+        version = integer("version", version)
         if version < self.version:
             raise DockError(f"policy version {version}: it is {self.version} already")
         self.version = version
@@ -232,6 +243,9 @@ class DockTable:
 
     def ack(self, iteration: int, lease: int, rows: np.ndarray | None = None) -> None:
         """See `TransferDock.ack`; with results it is `put` that acknowledges."""
+        held, units = self._units_held(iteration, lease, rows)
+        state = self._iterations[iteration]
+        state.check_results(iteration, held.consumer, state.progress[held.consumer].rows_of(units))
         self._acknowledge(iteration, lease, rows)
 
     def _acknowledge(self, iteration: int, lease: int, rows: np.ndarray | None) -> None:
@@ -398,6 +412,8 @@ class DockTable:
             raise DockError(f"restore: the dock holds iterations {list(self._iterations)}; it must be empty")
         if state["shape"] != self._shape:
             raise DockError("restore: the snapshot is of a dock with other columns, consumers or order guarantee")
+        if missing := state["nbytes"].keys() - payloads.keys():
+            raise DockError(f"restore: the snapshot lacks payloads {sorted(missing)[:_SHOWN]}")
         self._iterations = {
             number: Iteration.restored(self.spec, saved) for number, saved in state["iterations"].items()
         }
@@ -411,6 +427,7 @@ class DockTable:
     # --- helpers
 
     def _iteration(self, iteration: int) -> Iteration:
+        integer("iteration", iteration)
         if iteration in self._iterations:
             return self._iterations[iteration]
         raise self.not_alive(iteration)
@@ -419,9 +436,9 @@ class DockTable:
         if consumer not in state.progress:
             raise DockError(f"unknown consumer '{consumer}'; there are {list(state.progress)}")
         progress = state.progress[consumer]
-        if not 0 <= share < progress.spec.shares:
+        if not 0 <= integer("share", share) < progress.spec.shares:
             raise DockError(f"consumer '{consumer}' has no share {share}: it has {progress.spec.shares}")
-        if count < 1 or count % progress.unit_rows:
+        if integer("count", count) < 1 or count % progress.unit_rows:
             expected = f"a multiple of n_samples = {progress.unit_rows}" if progress.unit_rows > 1 else "at least 1"
             raise DockError(f"consumer '{consumer}' asked for count = {count} rows: expected {expected}")
         return progress

@@ -404,6 +404,19 @@ def test_rollout_apart_divides_its_own_devices():
     load_config(BASE, [*SEPARATE, "rl_config.actor_resource.num_npus=4", "rl_config.rollout_resource.num_npus=12"])
 
 
+@pytest.mark.parametrize(
+    ("override", "value", "suggestion"),
+    [
+        ("megatron_training.global_batch_size=10000000000000000000000001", 32, "possible: 1, 11, 251"),
+        ("rl_config.mini_batch_size=100000000000000000000", 10**20, "possible: 16, 32, 64"),
+    ],
+)
+def test_divisors_of_numbers_of_any_size_are_found_at_once(override, value, suggestion):
+    found = {violation.path: violation for violation in violations_of(override)}
+    assert found["rl_config.mini_batch_size"].value == value
+    assert found["rl_config.mini_batch_size"].suggestion == suggestion
+
+
 def test_token_capped_micro_batches_need_their_cap():
     (violation,) = violations_of(*DYNAMIC, "rl_config.max_packing_token_size=null")
     assert (violation.path, violation.value) == ("rl_config.max_packing_token_size", None)

@@ -110,6 +110,25 @@ def test_the_dock_does_not_see_later_writes_of_the_producer(make_dock):
     assert (got["reward"].tolist(), got["prompt"][0].tolist()) == ([1.0], [1, 2])
 
 
+def test_objects_may_come_from_a_sequence_that_makes_them_when_asked(make_dock):
+    dock = make_dock()
+    dock.begin(0, 6, 1, 6)
+    parts = [(torch.arange(6) + 10 * run, np.array([0, 2, 4, 6]), np.arange(3)) for run in range(2)]
+    dock.put(0, range(6), {"label": Jagged.joined(parts), "prompt": prompts(6, 1), "response": responses(range(6))})
+    labels = dock.get(dock.claim("reward", 0, 6), ["label"])["label"]
+    assert [label.tolist() for label in labels] == [[0, 1], [2, 3], [4, 5], [10, 11], [12, 13], [14, 15]]
+
+
+def test_another_docks_claim_does_not_change_what_is_read(make_dock):
+    docks, claims = [make_dock(), make_dock()], []
+    for number, dock in enumerate(docks):
+        dock.begin(0, 1, 2, 2)
+        dock.put(0, [0, 1], {"prompt": [torch.tensor([number])] * 2})
+        claims.append(dock.claim("rollout", 0, 2, share=1))
+    read = [docks[0].get(claims[number], ["prompt"])["prompt"][0].tolist() for number in (0, 1, 0)]
+    assert read == [[0], [1], [0]]
+
+
 def test_order_blocks_and_shares(make_dock):
     dock = make_dock()
     order = [6, 7, 2, 3, 0, 1, 4, 5]
@@ -267,6 +286,14 @@ BAD_PUTS = {
     "'reward', row 0: expected a number .float32., got bool True": ([0], {"reward": [True]}),
     "'reward', row 0: expected a number .float32., got str": ([0], {"reward": ["1.0"]}),
     "'reward': expected one 1-D float32 tensor, got int64": ([0], {"reward": ONE}),
+    "'reward': expected a sequence of one value a row, got float 1.0": ([0], {"reward": 1.0}),
+    "'reward': expected a sequence of one value a row, got float32 of": ([0], {"reward": torch.tensor(1.0)}),
+    "'label': expected a sequence of one value a row, got str 'x'": ([0], {"label": "x"}),
+    "'label': expected a sequence of one value a row, got dict": ([0], {"label": {"answer": 1}}),
+    "'reward', row 0: expected a number .float32., got bfloat16": ([0], {"reward": [torch.ones(()).bfloat16()]}),
+    "'length', row 0: expected a number .int64., got list": ([0], {"length": [[1, [2]]]}),
+    "columns of a put = .'reward'.: expected Mapping, got list": ([0], ["reward"]),
+    r"rows = \[\[0\], \[1, 2\]\]: expected one or more row numbers": ([[0], [1, 2]], {"reward": [1.0]}),
     "'label', row 1: function .* cannot be pickled": ([0, 1], {"reward": [1.0, 1.0], "label": [0, lambda: 0]}),
 }
 
@@ -314,6 +341,17 @@ def test_arguments_of_a_claim_are_checked(make_dock):
         dock.claim("update", 0, 1, share=2)
     with pytest.raises(DockError, match="count = 0 rows"):
         dock.claim("update", 0, 0)
+    for timeout in (None, "1", float("nan"), float("inf"), 1e300, -1, True):
+        with pytest.raises(DockError, match=r"timeout = .*: expected (a finite number|at least 0)"):
+            dock.claim("update", 0, 1, timeout=timeout)
+        with pytest.raises(DockError, match=r"timeout = .*: expected (a finite number|at least 0)"):
+            dock.put(0, [0], {"length": [1]}, timeout=timeout)
+    for nothing in (NOT_YET, None):
+        for call in (dock.ack, dock.release, lambda claim: dock.get(claim, ["prompt"])):
+            with pytest.raises(DockError, match=r"claim = .*: expected Claim, got No"):
+                call(nothing)
+    with pytest.raises(DockError, match="snapshot = 3: expected DockSnapshot, got int"):
+        dock.restore(3)
 
 
 def test_back_pressure_holds_back_later_iterations_only(make_dock):

@@ -91,6 +91,8 @@ def test_lost_groups_are_complete_no_more_unless_they_are_selected():
         (Selection(0, 1), [0], "a selection of 0 prompts: the iteration has 1"),
         (Selection(2, 1), [0], "a selection of 2 prompts: the iteration has 1"),
         (Selection(1, 0), [0], "max_iterations = 0"),
+        (Selection(1.0, 2), [0], "prompts of the selection = 1.0: expected an integer, got float"),
+        (Selection(1, None), [0], "max_iterations = None: expected an integer"),
         (Selection(1, 1), [0, 0], "2 groups are in their last iteration of 1, but only 1 are selected"),
     ],
 )
@@ -372,6 +374,8 @@ def test_what_cannot_be_begun_or_carried_over_is_refused(make_dock):
     with pytest.raises(DockError, match="n_samples = 2: groups of 1 are carried over"):
         dock.begin(2, 2, 2, 2, selection=spec, carry_from=1)
     assert dock.begin(2, 2, 1, 1, selection=spec, carry_from=1) == 1
+    with pytest.raises(DockError, match="carried over to iteration 2 before"):
+        dock.begin(3, 2, 1, 1, selection=spec, carry_from=1)  # they would be trained on twice
     dock.put(2, [1], {"prompt": tokens(0)})
     dock.ack(dock.claim("rollout", 2, 1), {"response": tokens(0)})
     dock.clear(1)

@@ -151,8 +151,25 @@ def test_blocks_that_cannot_be_dealt_out_equally_are_refused(rows, block):
 def test_a_partition_that_is_none_is_refused(parts):
     table = DockTable(make_spec(2, lambda lengths, shares: parts, train={"needs": ("x",), "balance": ("x",)}))
     table.begin(0, 4, 1, 4)
+    put(table, range(4), "x", [1, 2, 3, 4])  # the values are there, whatever becomes of them
     with pytest.raises(DockError, match="the partition for 'train' is not one of 4 rows into equally many"):
-        put(table, range(4), "x", [1, 2, 3, 4])
+        table.claim("train", 0, 2)
+
+
+def test_rows_are_acknowledged_although_a_partition_fails_and_it_is_asked_again():
+    parts = []
+    table = DockTable(make_spec(2, lambda lengths, shares: parts[0], train={"needs": ("x",), "balance": ("x",)}))
+    table.begin(0, 4, 1, 4)
+    table.put(0, as_rows(range(4)), ["seed"], "payload", 8)
+    claim = table.claim("make", 0, 4)
+    lengths = {"x": np.array([1, 2, 3, 4])}
+    table.put(0, as_rows(range(4)), ["x"], "payload", 8, lengths, lease=claim.lease)
+    assert table.claim("make", 0, 4) is None
+    with pytest.raises(IndexError):
+        table.claim("train", 0, 2)
+    parts.append([np.array([0, 3]), np.array([1, 2])])
+    assert table.claim("train", 0, 2, 1).rows == (1, 2)
+    assert table.claim("train", 0, 2, 0).rows == (0, 3)
 
 
 def test_rows_wait_for_a_policy_that_is_new_enough(new_dock):

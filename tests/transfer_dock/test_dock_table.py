@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from mindspeed_rl.common.errors import DockError
 from mindspeed_rl.transfer_dock.queues import owners
-from mindspeed_rl.transfer_dock.spec import NOT_YET, ColumnSpec, ConsumerSpec, DockSpec
+from mindspeed_rl.transfer_dock.spec import NOT_YET, ColumnSpec, ConsumerSpec, DockSpec, Selection
 from mindspeed_rl.transfer_dock.table import DockTable, as_rows
 
 LEASE = 10.0
@@ -270,6 +270,42 @@ def test_begin_refuses_sizes_below_one(name):
         _table().begin(0, **sizes)
 
 
+@pytest.mark.parametrize("wrong", ["2", 2.0, None, True, float("nan"), [2]])
+@pytest.mark.parametrize("keep_order", [True, False])
+def test_what_is_no_whole_number_is_refused_by_name_and_changes_nothing(wrong, keep_order):
+    table = _table(guarantee_order=keep_order)
+    sizes = {"iteration": 1, "num_prompts": 2, "n_samples": 2, "block_rows": 4}
+    for name in sizes:
+        with pytest.raises(DockError, match=f"{name} = .*: expected an integer"):
+            table.begin(**{**sizes, name: wrong})
+    table.begin(**sizes)
+    table.put(1, as_rows(range(4)), ["a"], "payload", 8)
+    for name in ("iteration", "count", "share"):
+        with pytest.raises(DockError, match=f"{name} = .*: expected an integer"):
+            table.claim(**{"consumer": "x", "iteration": 1, "count": 2, "share": 0, name: wrong})
+    with pytest.raises(DockError, match=r"version = .*: expected an integer"):
+        table.advance(wrong)
+    assert (table.version, table.stats()["rows_out"]) == (0, 0)
+    assert len(table.claim("x", 1, np.int64(2), 0)) == 2
+
+
+def test_an_order_is_the_docks_own():
+    order = [3, 2, 1, 0]
+    table = _table(guarantee_order=True)
+    table.begin(0, 2, 2, 4, {"x": order})
+    order.sort()
+    state, payloads = table.snapshot()
+    table = _table(guarantee_order=True)
+    table.restore(state, payloads)
+    table.put(0, as_rows(range(4)), ["a"], "payload", 8)
+    assert table.claim("x", 0, 4).rows == (3, 2)
+
+
+def test_a_selection_needs_somebody_who_completes_groups():
+    with pytest.raises(DockError, match="selection needs a consumer with all_prompts"):
+        _table().begin(0, 2, 2, 4, selection=Selection(1, 2))
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -278,6 +314,9 @@ def test_begin_refuses_sizes_below_one(name):
         ((0, 2, 2, 4, {"x": [0.0, 1.0, 2.0, 3.0]}), "order for consumer 'x' is not a permutation"),
         ((0, 2, 2, 4, {"g": [0, 2, 1, 3]}), "tears a group of 2 rows apart"),
         ((0, 2, 2, 4, {"z": [0, 1, 2, 3]}), r"unknown consumers \['z'\]"),
+        ((0, 2, 2, 4, {"x": [[0], [1, 2, 3]]}), "order for consumer 'x' is not a permutation"),
+        ((0, 2, 2, 4, [0, 1, 2, 3]), "orders = .*: expected Mapping, got list"),
+        ((0, 2, 2, 4, None, 3), "selection = 3: expected Selection, got int"),
     ],
 )
 def test_begin_refuses_what_cannot_be_handed_out(arguments, message):
@@ -305,11 +344,67 @@ def test_an_order_needs_the_guarantee():
         (lambda: DockSpec({"a": ColumnSpec("int64")}, {"x": ConsumerSpec(("a",), shares=0)}), "shares = 0"),
         (lambda: DockSpec({}, {}, lease_seconds=0), "lease_seconds = 0"),
         (lambda: DockSpec({}, {}, max_bytes=0), "max_bytes = 0"),
+        (lambda: DockSpec({}, {}, max_bytes=float("nan")), "max_bytes = nan: expected an integer"),
+        (lambda: DockSpec({}, {}, lease_seconds=float("inf")), "lease_seconds = inf: expected a finite number"),
+        (lambda: DockSpec({}, {}, lease_seconds="1"), "lease_seconds = '1': expected a finite number"),
+        (lambda: DockSpec({}, {}, guarantee_order="no"), "guarantee_order = 'no': expected bool, got str"),
+        (lambda: ColumnSpec("int64", replaceable=1), "replaceable = 1: expected bool"),
+        (lambda: DockSpec({"a": "int64"}, {}), "column 'a' = 'int64': expected ColumnSpec"),
+        (lambda: _one(needs="a"), "needs of consumer 'x' = 'a': expected tuple, got str"),
+        (lambda: _one(puts="b"), "puts of consumer 'x' = 'b': expected tuple, got str"),
+        (lambda: _one(grouped="no"), "grouped of consumer 'x' = 'no': expected bool"),
+        (lambda: _one(shares=2.0), "shares = 2.0: expected an integer"),
+        (lambda: _one(shares=32767), "shares = 32767: expected at most 32766"),
+        (lambda: _one(max_staleness=float("nan")), "max_staleness = nan: expected an integer"),
+        (
+            lambda: _one(puts=("b",), y=ConsumerSpec(("b",), puts=("c",)), z=ConsumerSpec(("c",), puts=("a",))),
+            r"consumers \['x', 'y', 'z'\] need, directly or not, what they put themselves",
+        ),
+        (
+            lambda: _one(puts=("b",), y=ConsumerSpec(("b",), puts=("c",), all_prompts=True)),
+            r"'y' has all_prompts and needs \['b'\], which 'x' puts for selected groups only",
+        ),
     ],
 )
 def test_a_contradictory_specification_is_refused(make, message):
     with pytest.raises(DockError, match=message):
         make()
+
+
+def _one(y=None, z=None, needs=("a",), **consumer):
+    columns = dict.fromkeys("abc", ColumnSpec("int64"))
+    others = {name: other for name, other in {"y": y, "z": z}.items() if other is not None}
+    return DockSpec(columns, {"x": ConsumerSpec(needs, **consumer), **others})
+
+
+def test_a_snapshot_without_its_payloads_is_refused_and_leaves_the_dock_empty():
+    table = _table()
+    table.begin(0, 2, 2, 4)
+    table.put(0, as_rows(range(4)), ["a"], "payload", 8)
+    state, payloads = table.snapshot()
+    table = _table()
+    with pytest.raises(DockError, match=r"lacks payloads \[1\]"):
+        table.restore(state, {})
+    table.restore(state, payloads)
+    assert table.claim("x", 0, 4).rows == (0, 1)
+
+
+def test_rows_are_not_done_without_what_their_consumer_puts():
+    table = DockTable(_one(puts=("b", "c")))
+    table.begin(0, 4, 1, 4)
+    table.put(0, as_rows(range(4)), ["a"], "payload", 8)
+    claim = table.claim("x", 0, 4)
+    table.put(0, as_rows([0, 1]), ["b", "c"], "payload", 8)
+    table.put(0, as_rows([2]), ["c"], "payload", 8)
+    for rows, lacking in ((None, 2), (as_rows([3, 0]), 3)):
+        with pytest.raises(DockError, match=f"ack: 'x' puts '.', which row {lacking} of iteration 0 lacks"):
+            table.ack(0, claim.lease, rows)
+    with pytest.raises(DockError, match="puts 'b', which row 3 of iteration 0 lacks"):
+        table.put(0, as_rows([3]), ["c"], "payload", 8, lease=claim.lease)
+    table.put(0, as_rows([2]), ["b"], "payload", 8, lease=claim.lease)
+    table.ack(0, claim.lease, as_rows([0, 1]))
+    table.put(0, as_rows([3]), ["c", "b"], "payload", 8, lease=claim.lease)
+    assert table.claim("x", 0, 4) is None
 
 
 def test_restore_refuses_a_foreign_snapshot_and_a_dock_in_use():
