@@ -118,8 +118,8 @@ class DockSpec:
 
     def __post_init__(self) -> None:
         made: dict[str, str] = {}
-        for name, column in self.columns.items():
-            instance(f"column '{name}'", column, ColumnSpec)
+        for name, spec in self.columns.items():
+            instance(f"column '{name}'", spec, ColumnSpec)
         for name, consumer in self.consumers.items():
             instance(f"consumer '{name}'", consumer, ConsumerSpec)
             self._check_consumer(name, consumer)
