@@ -68,7 +68,8 @@ def test_training_goes_on_while_a_checkpoint_is_written(tmp_path: Path) -> None:
         ranks.weights.fill_(iteration)
         saver.save(iteration, {}, None)
         ranks.weights.fill_(-1)
-        assert saver.store.latest() is None or saved(tmp_path) == (iteration - 1, iteration - 1), "not yet complete"
+        latest = saver.store.latest()  # its files may be gone before they could be read: the next one replaces it
+        assert (latest and latest.name) == (None if iteration == 1 else "iter_0000001"), "not yet complete"
         saver.check()  # nothing has failed
     saver.wait()
     assert saved(tmp_path) == (2, 2)
