@@ -199,8 +199,8 @@ class DockServer:
         timeout: float,
     ) -> Any:
         """Register a payload that the sender keeps, and with a lease acknowledge its rows; returns its number."""
-        self._table.check_put(iteration, rows, columns, lease)
         if self._table.must_wait(iteration):
+            self._table.check_put(iteration, rows, columns, lease)  # refused at once, not after the wait
             arguments = (iteration, rows, columns, address, nbytes, lengths, lease, timeout)
             now = time.monotonic()
             self._puts.append(_Put(sender, arguments, now, now + timeout))

@@ -142,15 +142,21 @@ class DockTable:
 
     # --- rows in
 
-    def check_put(self, iteration: int, rows: np.ndarray, columns: Collection[str], lease: int | None = None) -> None:
-        """Raise `DockError` if a put of these rows (from `as_rows`) and columns would be refused."""
+    def check_put(
+        self, iteration: int, rows: np.ndarray, columns: Collection[str], lease: int | None = None
+    ) -> tuple[Lease, np.ndarray] | None:
+        """Raise `DockError` if a put of these rows (from `as_rows`) and columns would be refused.
+
+        Returns the lease, and the units of it that the rows are.
+        """
         if lease is None:
             self._iteration(iteration).check_put(iteration, rows, columns)
-            return
+            return None
         # first: who comes after the lease's end may find that somebody else has put the values
-        held, _ = self._units_held(iteration, lease, rows)
+        held, units = self._units_held(iteration, lease, rows)
         self._iterations[iteration].check_put(iteration, rows, columns)
         self._iterations[iteration].check_results(iteration, held.consumer, rows, columns)
+        return held, units
 
     def must_wait(self, iteration: int) -> bool:
         """Back-pressure: a put for this iteration has to wait until memory is freed (see `DockSpec.max_bytes`)."""
@@ -174,15 +180,15 @@ class DockTable:
         holder: process that keeps the payload.
         lease: that is acknowledged for these rows by this put. Returns the payload's number.
         """
-        self.check_put(iteration, rows, columns, lease)
+        done = self.check_put(iteration, rows, columns, lease)
         number, self._next_payload = self._next_payload, self._next_payload + 1
         self._payloads[number] = _Payload(payload, nbytes, holder)
         self.live_bytes += nbytes
         self.bytes_put += nbytes
         for name in self._iteration(iteration).place(rows, columns, number, lengths or {}):
             self._woken[iteration, name] = None
-        if lease is not None:
-            self._acknowledge(iteration, lease, rows)
+        if lease is not None and done is not None:
+            self._acknowledge(lease, *done)
         return number
 
     # --- rows out
@@ -246,17 +252,16 @@ class DockTable:
         held, units = self._units_held(iteration, lease, rows)
         state = self._iterations[iteration]
         state.check_results(iteration, held.consumer, state.progress[held.consumer].rows_of(units))
-        self._acknowledge(iteration, lease, rows)
+        self._acknowledge(lease, held, units)
 
-    def _acknowledge(self, iteration: int, lease: int, rows: np.ndarray | None) -> None:
-        held, units = self._units_held(iteration, lease, rows)
+    def _acknowledge(self, lease: int, held: Lease, units: np.ndarray) -> None:
         if len(units) == len(held.units):
             del self._leases[lease]
         else:
             done = set(units.tolist())
             held.units = np.array([unit for unit in held.units.tolist() if unit not in done], np.int64)
-        self._iterations[iteration].progress[held.consumer].acknowledged(held.share, units)
-        self._woken[iteration, held.consumer] = None
+        self._iterations[held.iteration].progress[held.consumer].acknowledged(held.share, units)
+        self._woken[held.iteration, held.consumer] = None
 
     def _units_held(self, iteration: int, lease: int, rows: np.ndarray | None) -> tuple[Lease, np.ndarray]:
         """The lease and the units of it that these rows (None: all) are; `DockError` unless it is held."""
