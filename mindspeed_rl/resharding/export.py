@@ -71,7 +71,7 @@ def export_hf(
                 tensors[parameter.name] = [
                     torch.empty(shape, dtype=piece.dtype, device=arrived.device) for shape in parameter.hf_shapes
                 ]
-            _place(piece, arrived, tensors[parameter.name], plan.layout.tp)
+            _place(piece, arrived, tensors[parameter.name])
             if plan.completes(piece):
                 yield from zip(parameter.hf_names, tensors[parameter.name], strict=True)
                 del tensors[parameter.name]
@@ -159,15 +159,13 @@ def _start(collective: Collective, groups: Groups, mine: torch.Tensor, gathered:
     )
 
 
-def _place(piece: Piece, arrived: torch.Tensor, tensors: list[torch.Tensor], tp_size: int) -> None:
+def _place(piece: Piece, arrived: torch.Tensor, tensors: list[torch.Tensor]) -> None:
     """Copy the rows of a piece to where they belong in the parameter's Hugging Face tensors."""
     by_name = dict(zip(piece.parameter.hf_names, tensors, strict=True))
-    width = prod(piece.shape[1:])
-    start, stop = piece.rows.start * width, piece.rows.stop * width
+    start = piece.rows.start * prod(piece.shape[1:])
     into, parts = [], []
-    for tp_rank, rows in enumerate(piece.views(arrived)):
-        for slab in piece.parameter.slabs(tp_rank, tp_size, start, stop):
-            into.append(slab.of_tensor(by_name[slab.name]))
-            parts.append(slab.of_shard(rows.view(-1), start))
+    for rows, slabs in zip(piece.views(arrived), piece.slabs, strict=True):
+        into += [slab.of_tensor(by_name[slab.name]) for slab in slabs]
+        parts += [slab.of_shard(rows.view(-1), start) for slab in slabs]
     if into:  # rows that pad the vocabulary are of no tensor
         torch._foreach_copy_(into, parts)

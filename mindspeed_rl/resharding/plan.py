@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import accumulate
 from math import prod
 from typing import Literal
@@ -26,7 +27,7 @@ import torch
 from mindspeed_rl.config.model import ModelConfig
 from mindspeed_rl.config.schema import MegatronConfig
 from mindspeed_rl.resharding.layout import RolloutLayout, WeightLayout
-from mindspeed_rl.resharding.names import Parameter, Shape, parameter_table
+from mindspeed_rl.resharding.names import Parameter, Shape, Slab, parameter_table
 
 ALIGNMENT = 16  # bytes; a multiple of every element size, so that each piece can be viewed in its own dtype
 Ways = Literal["broadcast", "all_gather", "all_to_all"]
@@ -63,6 +64,13 @@ class Piece:
     shape: Shape  # of the rows of one shard
     dtype: torch.dtype
     offsets: tuple[int, ...]  # bytes, of each tensor-parallel rank's shard; one where they all hold the same
+
+    @cached_property
+    def slabs(self) -> list[list[Slab]]:
+        """The rectangles of each shard's rows; worked out once, as a plan is carried out many times."""
+        width, shards = prod(self.shape[1:]), len(self.offsets)
+        start, stop = self.rows.start * width, self.rows.stop * width
+        return [list(self.parameter.slabs(tp_rank, shards, start, stop)) for tp_rank in range(shards)]
 
     def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """The rows of each shard, [rows, …], in the bytes of a buffer."""

@@ -124,12 +124,12 @@ class MegatronEngine:
             expert=_none_if_alone(mpu.get_expert_tensor_and_model_parallel_group()),
             replica=_none_if_alone(mpu.get_expert_tensor_model_pipeline_parallel_group()),
         )
-        return export_hf(self._owned_parameters(), plan, groups, self.device)
+        return export_hf(self._actor_parameters(), plan, groups, self.device)
 
     def weight_checksums(self) -> dict[str, int]:
         """Of all Hugging Face tensors, computed on the shards (a collective; see `resharding.checksums`)."""
         group = _none_if_alone(mpu.get_expert_tensor_model_pipeline_parallel_group())
-        return training_checksums(self._owned_parameters(), self.model_config, self.layout, dist.get_rank(), group)
+        return training_checksums(self._actor_parameters(), self.model_config, self.layout, dist.get_rank(), group)
 
     def _plan(self, bucket_bytes: int, rollout: RolloutLayout | None) -> ExportPlan:
         """Worked out once: names, shapes and dtypes stay."""
@@ -139,18 +139,12 @@ class MegatronEngine:
             self._plans[bucket_bytes, rollout] = plan
         return self._plans[bucket_bytes, rollout]
 
-    def _owned_parameters(self) -> dict[str, torch.Tensor]:
-        """This rank's shards of the actor, those of experts included; not the copy of a tied embedding."""
-        pp_rank, ep_rank = mpu.get_pipeline_model_parallel_rank(), mpu.get_expert_model_parallel_rank()
-        owned = self.layout.owned(self.model_config, pp_rank, ep_rank)
-        return {name: parameter.detach() for name, parameter in self._actor_parameters() if name in owned}
-
-    def _actor_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    def _actor_parameters(self) -> dict[str, torch.nn.Parameter]:
         """The actor's parameters with their newest values, by name in the whole model."""
         if self.cfg.overlap_param_gather:
             for chunk in self.actor:
                 chunk.start_param_sync(force_sync=True)
-        return named_parameters([chunk.module for chunk in self.actor], self.model_config, self.layout)
+        return dict(named_parameters([chunk.module for chunk in self.actor], self.model_config, self.layout))
 
     # ---- passes --------------------------------------------------------------------------------------------------
 
@@ -347,7 +341,7 @@ class MegatronEngine:
             model_parallel_cuda_manual_seed(seed)
 
     def _sharding(self) -> Sharding:
-        return Sharding(self.model_config, self.layout, dict(self._actor_parameters()))
+        return Sharding(self.model_config, self.layout, self._actor_parameters())
 
 
 def _none_if_alone(group: dist.ProcessGroup) -> dist.ProcessGroup | None:
