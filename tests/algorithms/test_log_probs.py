@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from support.ranks import run_ranks
 
 from mindspeed_rl.algorithms.log_probs import vocab_parallel_log_probs
 
@@ -124,21 +124,17 @@ def run_weighted(logits, targets, group, vocab_size, a, b):
     return log_probs.detach(), entropy.detach(), leaf.grad
 
 
-def _rank(rank, folder):
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
+def _rank(rank):
     results = []
     for vocab_size, dtype in SPLIT_CASES:
         logits, targets, _, (a, b) = case(5, vocab_size=vocab_size)
         own = logits.to(dtype).chunk(2, dim=1)[rank]
         results.append(run_weighted(own, targets, dist.group.WORLD, vocab_size, a, b))
-    torch.save(results, f"{folder}/{rank}.pt")
-    dist.destroy_process_group()
+    return results
 
 
-def test_vocabulary_split_over_two_ranks_equals_one_rank(tmp_path):
-    mp.spawn(_rank, (str(tmp_path),), nprocs=2)
-    ranks = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
+def test_vocabulary_split_over_two_ranks_equals_one_rank():
+    ranks = run_ranks(2, _rank)
     for (vocab_size, dtype), *parts in zip(SPLIT_CASES, *ranks, strict=True):
         logits, targets, _, (a, b) = case(5, vocab_size=vocab_size)
         log_probs, entropy, gradient = run_weighted(logits.to(dtype), targets, None, vocab_size, a, b)

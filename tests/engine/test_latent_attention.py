@@ -5,20 +5,16 @@ from typing import Any
 import pytest
 import torch
 from support.ranks import run_ranks
-from test_experts import CLIP, EP, assert_agrees, stored_gradients, table_of
+from test_experts import CLIP, EP, assert_agrees, assert_textbook_gradients, table_of
 from test_training_layouts import (
-    LOSS_TOLERANCE,
     PP,
     SEQUENCES,
     TP,
     Layout,
     Micro,
     layout,
-    merged,
-    textbook_loss,
     train,
 )
-from transformers import AutoModelForCausalLM
 
 from examples.make_tiny_model import make_tiny_model
 from mindspeed_rl.checkpoint.hf import HFWeights
@@ -42,19 +38,9 @@ def one_rank(folder: str) -> list[dict[str, Any]]:
 
 
 def test_gradient_equals_autograd_of_the_textbook_loss(folder: str, one_rank: list[dict[str, Any]]) -> None:
-    model = AutoModelForCausalLM.from_pretrained(folder)
-    loss = textbook_loss(model)
-    loss.backward()
-    expected = stored_gradients(model)
-    norm = torch.cat([gradient.flatten().double() for gradient in expected.values() if gradient.dim() < 3]).norm()
-    found = merged(one_rank, 0)
-    assert found["actor/loss"] == pytest.approx(loss.item(), abs=LOSS_TOLERANCE)
-    assert found["actor/grad_norm"] == pytest.approx(norm.item(), rel=1e-5)
     trained = [parameter for parameter in table_of(folder) if not parameter.name.endswith("expert_bias")]
     assert len(one_rank[0]["gradients"]) == len(trained) == len(table_of(folder)) - 2
-    for parameter in trained:
-        gradient = parameter.from_hf([expected[name] for name in parameter.hf_names]) * CLIP["clip_grad"] / norm
-        torch.testing.assert_close(one_rank[0]["gradients"][parameter.name], gradient, atol=1e-6, rtol=1e-4)
+    assert_textbook_gradients(folder, one_rank, trained)
 
 
 @pytest.mark.parametrize("case", LAYOUTS, ids=str)

@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from support.ranks import run_ranks
 from support.shards import dtypes_of, experts_model, full_weights, latent_model, make_groups, shards_of, tiny_model
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -90,9 +90,7 @@ class Memory(TorchDispatchMode):
         self.now -= size
 
 
-def export_and_compare(rank, world, cases, rendezvous):
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world)
+def export_and_compare(rank, cases):
     traffic = Traffic(rank)
     for layout, rollout, model in cases:
         groups = make_groups(layout, rank)
@@ -122,7 +120,6 @@ def export_and_compare(rank, world, cases, rendezvous):
         assert (traffic.sent, traffic.received) == (plan.sent_bytes, plan.received_bytes)
         assert (memory.peak, memory.now) == (plan.peak_bytes, 0)
         check_checksums(local, export, model, layout, rank, groups, needed)
-    dist.destroy_process_group()
 
 
 def check_checksums(local, export, model, layout, rank, groups, needed):
@@ -154,7 +151,7 @@ INTERLEAVED = ((range(0, 1), range(2, 3)), (range(1, 2),))
 TIED = {"untie_embeddings_and_output_weights": False, "vocab_size": 46}
 
 
-def test_two_ranks(tmp_path):
+def test_two_ranks():
     own = RolloutLayout(2, True)
     cases = [
         (WeightLayout(2, ONE_STAGE), EVERYTHING, tiny_model()),
@@ -165,10 +162,10 @@ def test_two_ranks(tmp_path):
         (WeightLayout(2, ONE_STAGE), own, experts_model()),
         (WeightLayout(1, TWO_STAGES), own, experts_model()),
     ]
-    mp.spawn(export_and_compare, (2, cases, tmp_path / "rendezvous"), nprocs=2)
+    run_ranks(2, export_and_compare, cases)
 
 
-def test_four_ranks(tmp_path):
+def test_four_ranks():
     cases = [
         (WeightLayout(2, INTERLEAVED), EVERYTHING, tiny_model(**TIED)),
         (WeightLayout(2, TWO_STAGES), EVERYTHING, experts_model()),
@@ -181,12 +178,10 @@ def test_four_ranks(tmp_path):
         (WeightLayout(1, INTERLEAVED, dp=2, ep=2), RolloutLayout(2, True), experts_model()),
         (WeightLayout(2, TWO_STAGES), RolloutLayout(4, True), experts_model()),
     ]
-    mp.spawn(export_and_compare, (4, cases, tmp_path / "rendezvous"), nprocs=4)
+    run_ranks(4, export_and_compare, cases)
 
 
-def export_step_by_step(rank, rendezvous):
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2)
+def export_step_by_step(rank):
     traffic = Traffic(rank)
     model, layout = tiny_model(), WeightLayout(2, ONE_STAGE)
     local = shards_of(full_weights(model), model, layout, rank)
@@ -201,11 +196,10 @@ def export_step_by_step(rank, rendezvous):
     for name, _ in export_hf(local, plan, make_groups(layout, rank), CpuDevice()):
         under_way = bucket_of.get(name, -1) + 2  # whole tensors come first, while the first bucket is under way
         assert traffic.calls.total() == min(max(1, under_way), len(plan.buckets)), name
-    dist.destroy_process_group()
 
 
-def test_the_next_bucket_is_under_way_while_tensors_are_handed_out(tmp_path):
-    mp.spawn(export_step_by_step, (tmp_path / "rendezvous",), nprocs=2)
+def test_the_next_bucket_is_under_way_while_tensors_are_handed_out():
+    run_ranks(2, export_step_by_step)
 
 
 def test_one_rank_copies_no_more_than_the_layout_needs():
