@@ -10,16 +10,13 @@ from pathlib import Path
 if __name__ == "__main__":  # run as a file: Python then searches cli/ instead of the repository
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from mindspeed_rl.common.command_line import run_command
+from mindspeed_rl.common.command_line import config_parser, run_command
 
 
 def build_parser() -> argparse.ArgumentParser:
     """Arguments of the command."""
-    parser = argparse.ArgumentParser(prog="resharding_plan", description=__doc__)
-    parser.add_argument("--config-name", required=True, help="run configuration, such as grpo_trainer_tiny_cpu")
-    parser.add_argument("--config-dir", help="folder of your own configurations, searched before ours")
+    parser = config_parser("resharding_plan", __doc__)
     parser.add_argument("--rank", type=int, action="append", help="whose part to show, repeatable; default: all")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="change a key of the configuration")
     return parser
 
 
@@ -30,6 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
+    from mindspeed_rl.common.errors import ConfigError, Violation
     from mindspeed_rl.config.compose import load_config
     from mindspeed_rl.config.files import resolve_model
     from mindspeed_rl.config.layout import derive_layout
@@ -39,6 +37,9 @@ def _run(args: argparse.Namespace) -> int:
     cfg, _ = load_config(args.config_name, args.overrides, args.config_dir, files_exist=False)
     model, layout = resolve_model(cfg), derive_layout(cfg)
     training = WeightLayout.configured(cfg.actor, model, layout.dp * layout.cp)
+    for rank in args.rank or ():
+        if not 0 <= rank < layout.world:
+            raise ConfigError([Violation("--rank", rank, "is no training rank", f"0 to {layout.world - 1}")])
     # what leaves for other devices is exported in full
     rollout = RolloutLayout.configured(cfg.generate_config) if layout.integrated else None
     bucket_bytes = int(cfg.generate_config.resharding_bucket_mb * 2**20)

@@ -10,18 +10,15 @@ from pathlib import Path
 if __name__ == "__main__":  # run as a file: Python then searches cli/ instead of the repository
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from mindspeed_rl.common.command_line import run_command
+from mindspeed_rl.common.command_line import config_parser, run_command
 
 
 def build_parser() -> argparse.ArgumentParser:
     """Arguments of all training commands."""
-    parser = argparse.ArgumentParser(prog="train_grpo", description="Post-train a language model with GRPO.")
-    parser.add_argument("--config-name", required=True, help="run configuration, such as grpo_trainer_tiny_cpu")
-    parser.add_argument("--config-dir", help="folder of your own configurations, searched before ours")
+    parser = config_parser("train_grpo", "Post-train a language model with GRPO.")
     parser.add_argument("--cfg", choices=["job"], help="print the composed configuration and exit")
     parser.add_argument("--dry-run", action="store_true", help="validate, print layout and memory estimate, and exit")
     parser.add_argument("--trace", action="store_true", help="write a timeline of all stages: sets trace=true")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="change a key of the configuration")
     return parser
 
 

@@ -35,6 +35,7 @@ from mindspeed_rl.checkpoint.tensors import (
     Piece,
     StoredTensors,
     Written,
+    alone,
     complete,
     file_name,
     write_pieces,
@@ -421,9 +422,7 @@ def _sizes(layout: ParallelSizes) -> dict[str, int]:
 def _storable(value: Any, where: str) -> Any:
     """A copy of the structure with every tensor on the CPU and in storage of its own size."""
     if isinstance(value, torch.Tensor):
-        tensor = value.detach().cpu()
-        # torch.save writes the whole storage under a view
-        return tensor.clone() if tensor.untyped_storage().nbytes() != tensor.nbytes else tensor
+        return alone(value)
     if type(value) in (dict, OrderedDict):
         return {_plain(key, f"{where} (key)"): _storable(item, f"{where}[{key!r}]") for key, item in value.items()}
     if type(value) in (list, tuple, torch.Size):

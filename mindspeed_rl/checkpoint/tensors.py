@@ -108,7 +108,7 @@ def write_pieces(path: Path, pieces: Iterable[Piece]) -> Written:
         hashing = HashingFile(file)
         for piece in pieces:
             start = hashing.size
-            torch.save(_alone(piece.data), cast(IO[bytes], hashing))
+            torch.save(alone(piece.data), cast(IO[bytes], hashing))
             chunk = _chunk(piece)
             properties = TensorProperties(dtype=piece.data.dtype)
             item = WriteItem(
@@ -123,7 +123,7 @@ def write_pieces(path: Path, pieces: Iterable[Piece]) -> Written:
     return Written(items, results, hashing.record())
 
 
-def _alone(data: torch.Tensor) -> torch.Tensor:
+def alone(data: torch.Tensor) -> torch.Tensor:
     """On the host, in storage of its own size: torch.save writes the whole storage under a view."""
     tensor = data.detach().cpu()
     return tensor.clone() if tensor.untyped_storage().nbytes() != tensor.nbytes else tensor

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Callable
 
 from mindspeed_rl.common.errors import MindSpeedRLError
 
 INTERRUPTED = 130  # 128 + SIGINT, as shells report it
+
+
+def config_parser(command: str, description: str | None) -> argparse.ArgumentParser:
+    """Arguments of a command that takes a run configuration; `parse_intermixed_args` reads them."""
+    parser = argparse.ArgumentParser(prog=command, description=description)
+    parser.add_argument("--config-name", required=True, help="run configuration, such as grpo_trainer_tiny_cpu")
+    parser.add_argument("--config-dir", help="folder of your own configurations, searched before ours")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="change a key of the configuration")
+    return parser
 
 
 def run_command(function: Callable[[], int]) -> int:

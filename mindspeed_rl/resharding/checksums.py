@@ -20,7 +20,7 @@ from mindspeed_rl.resharding.layout import WeightLayout
 from mindspeed_rl.resharding.names import parameter_table
 
 CHUNK = 1 << 20  # elements at a time: bounds the memory of the integers
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # integers of so many bytes
 _GOLDEN, _MIX_1, _MIX_2 = -0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15  # as signed 64-bit numbers
 
 
@@ -46,7 +46,7 @@ def checksum(values: torch.Tensor, width: int | None = None, row: int = 0, colum
         row: of the whole tensor that the first one of `values` is.
         column: likewise.
     """
-    bits = values.detach().view(_BITS[values.element_size()])
+    bits = values.detach().view(BITS[values.element_size()])
     bits = bits if bits.dim() == 2 else bits.reshape(len(bits), -1)
     width = width or bits.shape[1]
     total = torch.zeros((), dtype=torch.int64, device=values.device)

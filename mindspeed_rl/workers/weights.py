@@ -9,9 +9,8 @@ import numpy as np
 import ray
 import torch
 
+from mindspeed_rl.resharding.plan import ALIGNMENT
 from mindspeed_rl.transfer_dock.reader import as_tensor
-
-ALIGNMENT = 16  # bytes; a multiple of every element size, so that each tensor can be viewed in its own dtype
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,12 @@ def test_it_shows_the_ranks_asked_for(capsys: pytest.CaptureFixture[str]) -> Non
     assert "buckets up to 64.0 MiB" in "\n".join(lines)
 
 
+@pytest.mark.parametrize("rank", ["-1", "2"])
+def test_a_rank_that_is_not_there_is_refused(rank: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--config-name=grpo_trainer_tiny_cpu", f"--rank={rank}"]) == 2
+    assert f"--rank = {rank}: is no training rank" in capsys.readouterr().err
+
+
 def test_a_wrong_configuration_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--config-name=grpo_trainer_tiny_cpu", "generate_config.resharding_bucket_mb=0"]) == 2
     assert "resharding_bucket_mb" in capsys.readouterr().err

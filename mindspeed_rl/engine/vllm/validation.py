@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from mindspeed_rl.engine.vllm import npu
+from mindspeed_rl.resharding.checksums import BITS
 
 PROBES = 256  # rows of the identity at a time: bounds the memory of what is read out
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def differing_weights(worker: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
@@ -58,7 +58,7 @@ def _new_model(worker: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> torc
 def _same_bits(left: torch.Tensor | None, right: torch.Tensor | None) -> bool:
     if left is None or right is None or left.shape != right.shape or left.dtype != right.dtype:
         return False
-    bits = _BITS[left.element_size()]
+    bits = BITS[left.element_size()]
     return torch.equal(left.contiguous().view(bits), right.contiguous().view(bits))
 
 
