@@ -2,8 +2,12 @@
 
 import json
 import re
+import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +79,24 @@ def run(inputs: Path, output: Path, *overrides: str, name: str = "run") -> list[
     done = subprocess.run(arguments, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return [json.loads(line) for line in (output / name / "metrics.jsonl").read_text().splitlines()]
+
+
+@contextmanager
+def started(arguments: list[str], until: Callable[[], bool]) -> Iterator[subprocess.Popen[str]]:
+    """A command that is to be disturbed, once `until` is true; ended here if the test does not get to that."""
+    # what a shell starts in the background ignores Ctrl-C, and so would all that the tests start from there
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    process = subprocess.Popen(arguments, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    try:
+        deadline = time.monotonic() + 200
+        while not until():
+            assert process.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        yield process
+    finally:
+        process.terminate()  # nothing if it has ended
+        process.wait(timeout=60)
 
 
 def training(step: dict[str, Any]) -> dict[str, Any]:

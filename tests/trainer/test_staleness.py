@@ -4,7 +4,6 @@ import json
 import os
 import re
 import signal
-import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.support.runs import command, run, spans
+from tests.support.runs import command, run, spans, started
 
 STEPS, SAVED = 12, 6
 STALE = (
@@ -89,23 +88,14 @@ def prompts(folder: Path, step: int) -> list[str]:
 
 
 def test_a_killed_rollout_worker_ends_the_run(inputs: Path, tmp_path: Path) -> None:
-    process = subprocess.Popen(
-        command(inputs, tmp_path, *STALE, "megatron_training.train_iters=1000", "trace=true", "run_name=run"),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    deadline = time.monotonic() + 200
-    while not (tmp_path / "run" / "metrics.jsonl").exists():
-        assert process.poll() is None
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    children = psutil.Process(process.pid).children(recursive=True)
-    (rollout,) = [child for child in children if "RolloutWorker" in " ".join(child.cmdline())]
-    os.kill(rollout.pid, signal.SIGKILL)
-    killed = time.monotonic()
-    _, stderr = process.communicate(timeout=60)
-    assert time.monotonic() - killed < 60
+    arguments = command(inputs, tmp_path, *STALE, "megatron_training.train_iters=1000", "trace=true", "run_name=run")
+    with started(arguments, until=(tmp_path / "run" / "metrics.jsonl").exists) as process:
+        children = psutil.Process(process.pid).children(recursive=True)
+        (rollout,) = [child for child in children if "RolloutWorker" in " ".join(child.cmdline())]
+        os.kill(rollout.pid, signal.SIGKILL)
+        killed = time.monotonic()
+        _, stderr = process.communicate(timeout=60)
+        assert time.monotonic() - killed < 60
     assert process.returncode == 3, stderr[-2000:]
     assert re.search(r"worker rank 1 failed in stage 'rollout' at step \d+: its process died", stderr), stderr[-2000:]
     steps = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()

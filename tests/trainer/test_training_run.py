@@ -3,7 +3,6 @@
 import os
 import re
 import signal
-import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from cli.convert_checkpoint import mcore_to_hf
 from cli.train_grpo import main
 from mindspeed_rl.checkpoint.hf import HFWeights
-from tests.support.runs import command, run, training
+from tests.support.runs import command, run, started, training
 
 SAME_IN_FLOAT32 = 2e-5  # other kernels or another order of summation, after few steps of lr 1e-3
 
@@ -96,38 +95,34 @@ def worker_processes(driver: int) -> list[psutil.Process]:
     return [p for p in psutil.Process(driver).children(recursive=True) if "IntegratedWorker" in " ".join(p.cmdline())]
 
 
+def iteration(latest: Path) -> int:
+    """Number of the checkpoint that `latest` names."""
+    return int(re.findall(r"\d+", latest.read_text())[0])
+
+
 def test_a_killed_worker_ends_the_run_and_costs_nothing(
     inputs: Path, streaming: list[dict[str, Any]], tmp_path: Path
 ) -> None:
-    process = subprocess.Popen(
-        command(
-            inputs,
-            tmp_path,
-            "megatron_training.save_interval=1",
-            "megatron_training.train_iters=1000",
-            "actor_config.async_save=true",
-        ),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
     latest = tmp_path / "checkpoints" / "latest"
-    deadline = time.monotonic() + 200
-    while not latest.exists() or int(re.findall(r"\d+", latest.read_text())[0]) < 2:
-        assert process.poll() is None
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-    os.kill(worker_processes(process.pid)[0].pid, signal.SIGKILL)
-    killed = time.monotonic()
-    _, stderr = process.communicate(timeout=60)
-    assert time.monotonic() - killed < 60
+    arguments = command(
+        inputs,
+        tmp_path,
+        "megatron_training.save_interval=1",
+        "megatron_training.train_iters=1000",
+        "actor_config.async_save=true",
+    )
+    with started(arguments, until=lambda: latest.exists() and iteration(latest) >= 2) as process:
+        os.kill(worker_processes(process.pid)[0].pid, signal.SIGKILL)
+        killed = time.monotonic()
+        _, stderr = process.communicate(timeout=60)
+        assert time.monotonic() - killed < 60
     assert process.returncode == 3
     assert re.search(r"worker rank \d failed in stage '[a-z_ ]+' at step \d+: its process died", stderr), stderr[
         -2000:
     ]
 
     # resuming from whatever was saved last reproduces the run that nobody killed
-    saved = int(re.findall(r"\d+", latest.read_text())[0])
+    saved = iteration(latest)
     total = max(4, saved + 1)
     kept = ("actor_config.keep_last=1", "actor_config.save_hf=true")
     steps = run(
@@ -147,25 +142,16 @@ def test_a_killed_worker_ends_the_run_and_costs_nothing(
 
 
 def test_interrupting_a_run_leaves_nothing_behind(inputs: Path, tmp_path: Path) -> None:
-    process = subprocess.Popen(
-        command(inputs, tmp_path, "megatron_training.train_iters=1000", "run_name=run"),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
     shared_memory = set(Path("/dev/shm").iterdir())
-    deadline = time.monotonic() + 200
-    while not (tmp_path / "run" / "metrics.jsonl").exists():
-        assert process.poll() is None
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-    started = psutil.Process(process.pid).children(recursive=True)
-    process.send_signal(signal.SIGINT)
-    _, stderr = process.communicate(timeout=60)
+    arguments = command(inputs, tmp_path, "megatron_training.train_iters=1000", "run_name=run")
+    with started(arguments, until=(tmp_path / "run" / "metrics.jsonl").exists) as process:
+        children = psutil.Process(process.pid).children(recursive=True)
+        process.send_signal(signal.SIGINT)
+        _, stderr = process.communicate(timeout=60)
     assert process.returncode == 130, stderr[-2000:]
     assert stderr.rstrip().endswith("interrupted")
     assert "Traceback" not in stderr
-    _, alive = psutil.wait_procs(started, timeout=30)
+    _, alive = psutil.wait_procs(children, timeout=30)
     assert alive == []
     assert [path for path in Path("/dev/shm").iterdir() if path not in shared_memory] == []
 
