@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))  # a script's own folder is searched by Python, the repository is not
 
 
 @dataclass(frozen=True)

@@ -1,15 +1,18 @@
 """Training weights on their way to rollout, beside a copy or collective of the same bytes, measured in the same run.
 
-`python benchmarks/resharding.py [--device cuda] [--model qwen25_0b5] [--layouts one tp2 pp2]`
+`python benchmarks/resharding.py [--device cuda] [--models qwen25_0b5 qwen25_7b] [--layouts one tp2 pp2] [--rollout]`
 
-A consumer copies every tensor that it is given into memory of its own, as vLLM's loader does. Beside it stands what
-no export can beat: one copy of the weights; an all-gather, or a broadcast from each stage, of the same bytes in
-pieces of the bucket's size and a copy of what arrived.
+A consumer copies every tensor that it is given into memory of its own, as vLLM's loader does; with `--rollout` it is
+vLLM itself, on every rank, in whose engine the weights are in place then. Beside it stands what no export can beat:
+one copy of the weights; an all-gather, or a broadcast from each stage, of the same bytes in pieces of the bucket's
+size and a copy of what arrived.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
+import json
 import os
 import tempfile
 import time
@@ -24,7 +27,7 @@ import yaml
 from records import ROOT, Record, cpu_name, publish
 
 from mindspeed_rl.config.model import ModelConfig
-from mindspeed_rl.config.schema import MegatronConfig
+from mindspeed_rl.config.schema import GenerateConfig, MegatronConfig
 from mindspeed_rl.device.select import make_device
 from mindspeed_rl.resharding.export import Groups, export_hf
 from mindspeed_rl.resharding.layout import WeightLayout
@@ -33,6 +36,7 @@ from mindspeed_rl.resharding.plan import ExportPlan, make_plan, planned_dtypes
 
 LAYOUTS = {"one": (1, 1), "tp2": (2, 1), "pp2": (1, 2)}  # TP, PP
 REPEATS = 5
+MODEL_TYPES = {"Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3", "LlamaForCausalLM": "llama"}
 
 
 def load_model(name: str) -> ModelConfig:
@@ -90,18 +94,46 @@ def limit_of(device: Any, plan: ExportPlan, kept: dict[str, torch.Tensor]) -> Ca
     return move
 
 
-def measure(rank: int, kind: str, model_name: str, tp: int, pp: int, bucket_mb: float, folder: str) -> None:
+def rollout_engine(model: ModelConfig, device: Any, folder: str) -> Any:
+    """vLLM on this rank alone, with that model."""
+    from mindspeed_rl.engine.vllm.engine import VllmEngine
+
+    config = {
+        "architectures": [model.architecture],
+        "model_type": MODEL_TYPES[model.architecture],
+        "num_hidden_layers": model.num_layers,
+        "hidden_size": model.hidden_size,
+        "intermediate_size": model.ffn_hidden_size,
+        "num_attention_heads": model.num_attention_heads,
+        "num_key_value_heads": model.num_query_groups,
+        "head_dim": model.kv_channels,
+        "vocab_size": model.vocab_size,
+        "max_position_embeddings": model.max_position_embeddings,
+        "tie_word_embeddings": not model.untie_embeddings_and_output_weights,
+        "eos_token_id": 0,
+    }
+    Path(folder, "config.json").write_text(json.dumps(config))
+    cfg = GenerateConfig(
+        dtype="bfloat16", max_model_len=1024, max_num_seqs=8, enforce_eager=True, gpu_memory_utilization=0.5
+    )
+    return VllmEngine(cfg, folder, device, seed=0, stop_tokens=[0])
+
+
+def measure(
+    rank: int, kind: str, model_name: str, tp: int, pp: int, bucket_mb: float, rollout: bool, folder: str
+) -> None:
     """One rank of one layout; rank 0 writes what it has found."""
     torch.set_num_threads(1)
+    os.environ.update(RANK=str(rank), LOCAL_RANK="0" if kind == "cpu" else str(rank), WORLD_SIZE=str(tp * pp))
     device = make_device(kind)
     device.select(rank if kind != "cpu" else 0)
-    if tp * pp > 1:
-        dist.init_process_group(
-            device.collectives_backend, init_method=f"file://{folder}/rendezvous", rank=rank, world_size=tp * pp
-        )
+    dist.init_process_group(
+        device.collectives_backend, init_method=f"file://{folder}/rendezvous", rank=rank, world_size=tp * pp
+    )
     model, cfg = load_model(model_name), MegatronConfig(bf16=True)
     layout, dtypes = WeightLayout.even(model, tp=tp, pp=pp), planned_dtypes(cfg, model)
     plan = make_plan(model, dtypes, layout, rank, int(bucket_mb * 2**20))
+    engine = rollout_engine(model, device, tempfile.mkdtemp(dir=folder)) if rollout else None
     local = {
         name: torch.randn(parameter.local_shape(tp), dtype=dtypes[name], device=device.current())
         for name, parameter in plan.owned.items()
@@ -115,7 +147,11 @@ def measure(rank: int, kind: str, model_name: str, tp: int, pp: int, bucket_mb: 
     groups = Groups(pipeline=group if pp > 1 else None, tensor=group if tp > 1 else None, replica=group)
 
     def export() -> None:
-        for name, tensor in export_hf(local, plan, groups, device):
+        weights = export_hf(local, plan, groups, device)
+        if engine is not None:
+            engine.update_weights(weights)
+            return
+        for name, tensor in weights:
             kept[name].copy_(tensor)
 
     seconds = fastest(device, export, tp * pp > 1)
@@ -127,38 +163,44 @@ def measure(rank: int, kind: str, model_name: str, tp: int, pp: int, bucket_mb: 
     if rank == 0:
         total = sum(tensor.nbytes for tensor in kept.values())
         Path(folder, "found").write_text(f"{total} {seconds} {limit} {plan.peak_bytes} {extra}")
+    dist.barrier()
+    os._exit(0)  # vLLM's threads must not hold up the end
 
 
 def main() -> None:
     """Run and publish."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda", "npu"])
-    parser.add_argument("--model", default="qwen25_0b5")
+    parser.add_argument("--models", nargs="+", default=["qwen25_0b5"], help="presets")
     parser.add_argument("--bucket-mb", type=float, default=64)
     parser.add_argument("--layouts", nargs="+", default=list(LAYOUTS), choices=list(LAYOUTS))
+    parser.add_argument("--rollout", action="store_true", help="vLLM takes the weights, instead of plain copies")
     args = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     records = []
-    for name in args.layouts:
+    for model, name in itertools.product(args.models, args.layouts):
         tp, pp = LAYOUTS[name]
         with tempfile.TemporaryDirectory() as folder:
-            mp.spawn(measure, (args.device, args.model, tp, pp, args.bucket_mb, folder), nprocs=tp * pp)
+            arguments = (args.device, model, tp, pp, args.bucket_mb, args.rollout, folder)
+            mp.spawn(measure, arguments, nprocs=tp * pp)
             total, seconds, limit, planned, extra = map(float, Path(folder, "found").read_text().split())
-        what = f"{args.model}, bfloat16, TP {tp}, PP {pp} to TP 1"
+        what = f"{model}, bfloat16, TP {tp}, PP {pp} to TP 1{', into vLLM' if args.rollout else ''}"
         beside = "one copy" if tp * pp == 1 else "all-gather and copy" if tp > 1 else "broadcasts and copy"
+        metric = f"reshard.{model}_{name}"
         records += [
-            Record(f"reshard.{name}_seconds", seconds, "s", limit, note=f"{what}; limit: {beside} of the same bytes"),
-            Record(f"reshard.{name}_bandwidth", total / seconds / 1e9, "GB/s", total / limit / 1e9, note=what),
+            Record(f"{metric}_seconds", seconds, "s", limit, note=f"{what}; limit: {beside} of the same bytes"),
+            Record(f"{metric}_bandwidth", total / seconds / 1e9, "GB/s", total / limit / 1e9, note=what),
+            Record(f"{metric}_vs_limit", seconds / limit, "times", 1.0, note=what),
             Record(
-                f"reshard.{name}_extra_memory",
+                f"{metric}_extra_memory",
                 extra / 2**20,
                 "MiB",
                 planned / 2**20,
                 note=f"{what}; buckets of {args.bucket_mb:g} MiB; limit: what the plan states",
             ),
         ]
-    hardware = cpu_name() if args.device == "cpu" else f"{len(args.layouts)} layouts, {torch.cuda.get_device_name()}"
-    publish(f"resharding-{args.device}", records, hardware)
+    hardware = cpu_name() if args.device == "cpu" else torch.cuda.get_device_name()
+    publish(f"resharding{'_rollout' if args.rollout else ''}-{args.device}", records, hardware)
 
 
 if __name__ == "__main__":
