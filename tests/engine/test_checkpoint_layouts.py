@@ -1,8 +1,6 @@
 """Checkpoints of every layout loaded into every other one: the same state bit for bit, and training goes on."""
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from support.checkpoints import load, save
-from support.ranks import run_ranks
+from support.ranks import Worlds, run_ranks
 from test_experts import EP
 from test_training_layouts import (
     DEEP_WEIGHT_TOLERANCE,
@@ -82,36 +80,6 @@ GROUPS = {
 }
 
 
-class Ranks:
-    """Worlds of different sizes, one after the other, in the same processes."""
-
-    def __init__(self, rank: int, root: str):
-        from mindspeed_rl.device.select import make_device
-
-        self.rank, self.root, self.number = rank, root, 0
-        self.device = make_device("cpu")
-        self.device.install()
-        self.store = dist.FileStore(f"{root}/meeting", RANKS)
-        dist.destroy_process_group()
-
-    @contextmanager
-    def world(self, size: int) -> Iterator[bool]:
-        """Whether this rank takes part; ends when all of the world have ended it."""
-        from megatron.core import parallel_state as mpu
-
-        self.number += 1
-        if self.rank < size:
-            method = f"file://{self.root}/world{self.number}"
-            dist.init_process_group("gloo", init_method=method, rank=self.rank, world_size=size)
-        yield self.rank < size
-        if self.rank < size:
-            mpu.destroy_model_parallel()
-            dist.destroy_process_group()
-        if self.store.add(f"ended{self.number}", 1) == RANKS:
-            self.store.set(f"next{self.number}", "1")
-        self.store.wait([f"next{self.number}"])
-
-
 class Run:
     """An engine in a layout."""
 
@@ -160,7 +128,7 @@ def worst(one: dict[str, Any], other: dict[str, Any]) -> float:
     return max(float((torch.as_tensor(one[name]) - other[name]).abs().max()) for name in other)
 
 
-def exchange(ranks: Ranks, folder: str, root: Path, group: Group) -> dict[str, float]:
+def exchange(ranks: Worlds, folder: str, root: Path, group: Group) -> dict[str, float]:
     """Train on one rank, hand the state through all pairs of layouts, go on in each; largest differences."""
 
     def run_in(case: Layout) -> Run:
@@ -204,7 +172,7 @@ def exchange(ranks: Ranks, folder: str, root: Path, group: Group) -> dict[str, f
 
 def exchange_all(rank: int, folder: str) -> dict[str, dict[str, float]]:
     """In one go, because starting the ranks takes longer."""
-    ranks = Ranks(rank, folder)
+    ranks = Worlds(rank, RANKS, folder)
     return {
         name: exchange(ranks, f"{folder}/model-{name}", Path(folder, name), group) for name, group in GROUPS.items()
     }

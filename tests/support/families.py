@@ -85,12 +85,12 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def make_family(folder: Path, name: str) -> Path:
-    """Save a Hugging Face folder without a tokenizer."""
+def make_family(folder: Path, name: str, **further: Any) -> Path:
+    """Save a Hugging Face folder without a tokenizer; `further` are other settings of its configuration."""
     model_type, changes = FAMILIES[name]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **{**SIZES, **changes}))
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **{**SIZES, **changes, **further}))
         with torch.no_grad():
             for key, parameter in model.named_parameters():
                 if parameter.ndim == 1:  # norms are initialised with ones, biases with zeros

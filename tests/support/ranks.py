@@ -7,7 +7,8 @@ import os
 import pickle
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from multiprocessing import forkserver
 from pathlib import Path
@@ -58,3 +59,37 @@ def run_ranks(world: int, function: Callable[..., Any], *args: Any) -> list[Any]
             with open(f"{folder}/{rank}", "rb") as file:
                 results.append(pickle.load(file))
         return results
+
+
+class Worlds:
+    """Worlds of different sizes, one after the other, in the same processes."""
+
+    def __init__(self, rank: int, ranks: int, root: str):
+        import torch.distributed as dist
+
+        from mindspeed_rl.device.select import make_device
+
+        self.rank, self.ranks, self.root, self.number = rank, ranks, root, 0
+        self.device = make_device("cpu")
+        self.device.install()
+        self.store = dist.FileStore(f"{root}/meeting", ranks)
+        dist.destroy_process_group()
+
+    @contextmanager
+    def world(self, size: int) -> Iterator[bool]:
+        """Whether this rank takes part; ends when all of the world have ended it."""
+        import torch.distributed as dist
+        from megatron.core import parallel_state as mpu
+
+        self.number += 1
+        if self.rank < size:
+            method = f"file://{self.root}/world{self.number}"
+            dist.init_process_group("gloo", init_method=method, rank=self.rank, world_size=size)
+        yield self.rank < size
+        if self.rank < size:
+            mpu.destroy_model_parallel()
+            if dist.is_initialized():  # vLLM takes it along
+                dist.destroy_process_group()
+        if self.store.add(f"ended{self.number}", 1) == self.ranks:
+            self.store.set(f"next{self.number}", "1")
+        self.store.wait([f"next{self.number}"])

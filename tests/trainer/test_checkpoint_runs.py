@@ -6,30 +6,24 @@ from typing import Any
 import pytest
 
 from tests.support.runs import run, training
+from tests.trainer.conftest import EVERY
 from tests.trainer.test_training_run import SAME_IN_FLOAT32
-
-EVERY = ("megatron_training.train_iters=3", "megatron_training.save_interval=1", "actor_config.save_hf=true")
-
-
-@pytest.fixture(scope="module")
-def whole(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
-    """Checkpoints and metrics of a run on two data-parallel ranks."""
-    folder = tmp_path_factory.mktemp("whole")
-    return folder / "checkpoints", run(inputs, folder, *EVERY)
 
 
 def files_of(root: Path) -> dict[str, bytes]:
     return {str(path.relative_to(root)): path.read_bytes() for path in root.rglob("*") if path.is_file()}
 
 
-def test_asynchronous_checkpoints_are_the_same(inputs: Path, tmp_path: Path, whole: Any) -> None:
+def test_blocking_stages_and_asynchronous_checkpoints_give_the_same_bits(
+    inputs: Path, tmp_path: Path, whole: Any
+) -> None:
     root, steps = whole
-    found = run(inputs, tmp_path, *EVERY, "actor_config.async_save=true")
+    found = run(inputs, tmp_path, *EVERY, "rl_config.blocking=true", "actor_config.async_save=true")
     assert [training(step) for step in found] == [training(step) for step in steps]
     expected, written = files_of(root), files_of(tmp_path / "checkpoints")
     assert sorted(written) == sorted(expected)
     assert [name for name in expected if written[name] != expected[name]] == []
-    assert "iter_0000003/hf/model.safetensors" in written
+    assert "iter_0000004/hf/model.safetensors" in written
 
 
 @pytest.mark.parametrize(
@@ -39,17 +33,19 @@ def test_asynchronous_checkpoints_are_the_same(inputs: Path, tmp_path: Path, who
         (
             "rl_config.use_integrated_worker=false",
             "rl_config.actor_resource.num_npus=1",
-            "rl_config.rollout_resource.num_npus=1",
+            "rl_config.rollout_resource.num_npus=2",
+            "rl_config.blocking=true",
+            "generate_config.infer_tensor_parallel_size=2",
             "actor_config.async_save=true",
         ),
     ],
-    ids=["TP2", "one rank of training and one of rollout"],
+    ids=["TP2-to-TP1", "DP1-apart-from-TP2"],
 )
 def test_another_layout_goes_on(overrides: tuple[str, ...], inputs: Path, tmp_path: Path, whole: Any) -> None:
     root, steps = whole
-    (found,) = run(inputs, tmp_path, *EVERY, *overrides, f"actor_config.load={root / 'iter_0000002'}")
-    (expected,) = steps[2:]
-    assert found["step"] == 3
+    (found,) = run(inputs, tmp_path, *EVERY, *overrides, f"actor_config.load={root / 'iter_0000003'}")
+    (expected,) = steps[3:]
+    assert found["step"] == 4
     for name, value in training(expected).items():
         if name.split("/")[0] not in ("actor", "rollout"):
             assert found[name] == value, name  # the same tokens were sampled

@@ -22,12 +22,6 @@ from tests.support.runs import command, run, started, training
 SAME_IN_FLOAT32 = 2e-5  # other kernels or another order of summation, after few steps of lr 1e-3
 
 
-@pytest.fixture(scope="module")
-def streaming(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """The run that others are compared with: four steps, stages overlapping."""
-    return run(inputs, tmp_path_factory.mktemp("streaming"), "megatron_training.train_iters=4")
-
-
 def test_a_run_reports_what_users_look_for(streaming: list[dict[str, Any]]) -> None:
     assert [step["step"] for step in streaming] == [1, 2, 3, 4]
     first, last = streaming[0], streaming[-1]
@@ -45,35 +39,22 @@ def test_a_run_reports_what_users_look_for(streaming: list[dict[str, Any]]) -> N
     assert last["e2e_tps"] == pytest.approx(tokens / last["timing/all"] / 2)
 
 
-def test_blocking_stages_train_the_same_bit_for_bit(
-    inputs: Path, streaming: list[dict[str, Any]], tmp_path: Path
-) -> None:
-    blocking = run(inputs, tmp_path, "rl_config.blocking=true")
-    assert [training(step) for step in blocking] == [training(step) for step in streaming[:2]]
-
-
 @pytest.mark.parametrize(
     "overrides",
     [
-        ("actor_config.tensor_model_parallel_size=2",),
         ("actor_config.pipeline_model_parallel_size=2",),
-        ("generate_config.infer_tensor_parallel_size=2",),
         (
+            "actor_config.tensor_model_parallel_size=2",
+            "actor_config.sequence_parallel=true",
+            "generate_config.infer_tensor_parallel_size=2",
             "rl_config.use_dynamic_bsz=true",
             "rl_config.max_packing_token_size=24",
             "~actor_config.micro_batch_size",
             "~rl_config.actor_forward_micro_batch_size",
             "~rl_config.ref_forward_micro_batch_size",
         ),
-        (
-            "rl_config.use_integrated_worker=false",
-            "rl_config.actor_resource.num_npus=1",
-            "rl_config.rollout_resource.num_npus=2",
-            "rl_config.blocking=true",
-            "generate_config.infer_tensor_parallel_size=2",
-        ),
     ],
-    ids=["TP2-to-TP1", "PP2-to-TP1", "DP2-to-TP2", "token-cap", "DP1-apart-from-TP2"],
+    ids=["PP2-to-TP1", "TP2-to-TP2-token-cap"],
 )
 def test_layouts_train_the_same(
     overrides: tuple[str, ...], inputs: Path, streaming: list[dict[str, Any]], tmp_path: Path
@@ -143,7 +124,8 @@ def test_a_killed_worker_ends_the_run_and_costs_nothing(
 
 def test_interrupting_a_run_leaves_nothing_behind(inputs: Path, tmp_path: Path) -> None:
     shared_memory = set(Path("/dev/shm").iterdir())
-    arguments = command(inputs, tmp_path, "megatron_training.train_iters=1000", "run_name=run")
+    one_rank = "rl_config.actor_resource.num_npus=1"
+    arguments = command(inputs, tmp_path, "megatron_training.train_iters=1000", "run_name=run", one_rank)
     with started(arguments, until=(tmp_path / "run" / "metrics.jsonl").exists) as process:
         children = psutil.Process(process.pid).children(recursive=True)
         process.send_signal(signal.SIGINT)
@@ -156,36 +138,28 @@ def test_interrupting_a_run_leaves_nothing_behind(inputs: Path, tmp_path: Path) 
     assert [path for path in Path("/dev/shm").iterdir() if path not in shared_memory] == []
 
 
-def test_a_complete_run_has_nothing_left_to_do(
-    inputs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run(inputs, tmp_path, "megatron_training.train_iters=1", "actor_config.no_save_optim=true")
-    again = command(inputs, tmp_path, "megatron_training.train_iters=1", "actor_config.resume=auto")[2:]
-    assert main([*again, "actor_config.no_load_optim=true"]) == 0
-    assert "nothing to do" in capsys.readouterr().out
-    # what was not saved, and a position in other data, are missed before anything starts
-    more = [*again, "megatron_training.train_iters=2"]
-    assert main(more) == 1
-    assert "set no_load_optim: true" in capsys.readouterr().err
-    (tmp_path / "data.jsonl").write_text((inputs / "data.jsonl").read_text() * 2)
-    other = [*more, "actor_config.no_load_optim=true", f"megatron_training.data_path={tmp_path}/data.jsonl"]
-    assert main(other) == 1
-    assert "data position cannot be resumed: size was 16" in capsys.readouterr().err
+FAULTY = (
+    "megatron_training.global_batch_size=16",
+    "megatron_training.no_shuffle=true",
+    "rl_config.mini_batch_size=16",
+    "rl_config.init_kl_coef=0",
+    "rl_config.entropy_coeff=0",
+    "rl_config.verifier_timeout=2",
+    "rl_config.custom_reward_function.name=faulty",
+    "rl_config.actor_resource.num_npus=1",
+    "actor_config.no_save_optim=true",
+)
 
 
-def test_failing_verifiers_are_counted_and_do_not_train(inputs: Path, tmp_path: Path) -> None:
-    (step,) = run(
-        inputs,
-        tmp_path,
-        "megatron_training.train_iters=1",
-        "megatron_training.global_batch_size=16",
-        "megatron_training.no_shuffle=true",
-        "rl_config.mini_batch_size=16",
-        "rl_config.init_kl_coef=0",
-        "rl_config.entropy_coeff=0",
-        "rl_config.verifier_timeout=2",
-        "rl_config.custom_reward_function.name=faulty",
-    )
+@pytest.fixture(scope="module")
+def complete(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
+    """A run of one iteration, whose verifiers fail in all ways."""
+    folder = tmp_path_factory.mktemp("complete")
+    return folder, run(inputs, folder, *FAULTY, "megatron_training.train_iters=1")
+
+
+def test_failing_verifiers_are_counted_and_do_not_train(complete: tuple[Path, list[dict[str, Any]]]) -> None:
+    (step,) = complete[1]
     assert {name: step[f"reward_status/{name}"] for name in ("nan", "crashed", "timeout", "error", "ok")} == {
         "nan": 4,
         "crashed": 4,
@@ -199,6 +173,23 @@ def test_failing_verifiers_are_counted_and_do_not_train(inputs: Path, tmp_path: 
     assert step["reward/zero_variance_groups"] == 1
     assert step["actor/pg_loss"] == 0
     assert step["grad_norm"] == 0
+
+
+def test_a_complete_run_has_nothing_left_to_do(
+    inputs: Path, tmp_path: Path, complete: tuple[Path, list[dict[str, Any]]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    resumed = ("megatron_training.train_iters=1", "actor_config.resume=auto")
+    again = command(inputs, complete[0], *FAULTY, *resumed)[2:]
+    assert main([*again, "actor_config.no_load_optim=true"]) == 0
+    assert "nothing to do" in capsys.readouterr().out
+    # what was not saved, and a position in other data, are missed before anything starts
+    more = [*again, "megatron_training.train_iters=2"]
+    assert main(more) == 1
+    assert "set no_load_optim: true" in capsys.readouterr().err
+    (tmp_path / "data.jsonl").write_text((inputs / "data.jsonl").read_text() * 2)
+    other = [*more, "actor_config.no_load_optim=true", f"megatron_training.data_path={tmp_path}/data.jsonl"]
+    assert main(other) == 1
+    assert "data position cannot be resumed: size was 16" in capsys.readouterr().err
 
 
 @pytest.fixture

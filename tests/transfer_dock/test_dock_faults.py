@@ -151,6 +151,13 @@ class Schedule:
         return self.folder / f"life{self.life}"
 
     def run(self):
+        try:
+            self._run()
+        except BaseException:
+            self.pool.dock = RayTransferDock.create(SPEC, num_cpus=0)  # the next schedule is another test
+            raise
+
+    def _run(self):
         dock, start = self.pool.dock, time.monotonic()
         dock.begin(self.iteration, ROWS // GROUP, GROUP, BLOCK)
         dock.put(self.iteration, range(self.source, ROWS), {"seed": range(self.source, ROWS)})
@@ -220,11 +227,12 @@ class Schedule:
     def kill_controller(self):
         """All that was acknowledged after the snapshot is done again, in a new dock's life."""
         assert self.snapshot is not None
+        up = {pid for (_, pid), *_ in self.running.values() if ray.wait([pid], timeout=0)[0]}
         ray.kill(self.pool.dock._controller)
         self.events.append("controller killed")
         for work, (process, *_) in self.running.items():
-            try:
-                reason = ray.get(work, timeout=20)
+            try:  # who is still starting finds out once it is up
+                reason = ray.get(work, timeout=20 if process[1] in up else SCHEDULE_SECONDS)
             except RayActorError:
                 continue
             assert reason == "done" or "controller died" in reason or "is lost" in reason, reason

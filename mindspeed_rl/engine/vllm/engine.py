@@ -5,15 +5,18 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from mindspeed_rl.checkpoint.files import read_json
 from mindspeed_rl.common.errors import ConfigError, Violation
 from mindspeed_rl.config.schema import GenerateConfig
 from mindspeed_rl.device.base import Device
 from mindspeed_rl.engine.base import Generation, GenerationRequest
 from mindspeed_rl.engine.vllm import cpu, npu, validation
+from mindspeed_rl.engine.vllm.cuda import DirectLoader
 
 
 class VllmEngine:
@@ -38,9 +41,12 @@ class VllmEngine:
         os.environ.update(device.vllm_environment(cfg.cpu_kv_cache_gib, cfg.enforce_eager))
         from vllm import LLM
 
+        _know_model_class(model_folder)
         self.cfg, self.device = cfg, device
         self.stop_tokens = [] if cfg.sampling_config.ignore_eos else list(stop_tokens)
         self.can_sleep = device.rollout_can_sleep
+        loaders: dict[str, Any] = {"cpu": cpu.reload_weights, "npu": npu.load_weights}
+        self._load_weights = loaders.get(device.name) or DirectLoader().load
         self._running: dict[int, Any] = {}  # row -> what vLLM said of it last, if anything
         with cpu.private_shared_memory() if device.name == "cpu" else nullcontext():
             self.llm = LLM(**self._arguments(model_folder, seed))
@@ -129,8 +135,7 @@ class VllmEngine:
 
     def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Take new weights, given under their Hugging Face names, and forget all cached prefixes."""
-        load = {"cpu": cpu.reload_weights, "npu": npu.load_weights}.get(self.device.name, _load_weights)
-        self.llm.collective_rpc(load, args=(weights,))
+        self.llm.collective_rpc(self._load_weights, args=(weights,))
         self.llm.reset_prefix_cache()
 
     def differing_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
@@ -152,10 +157,10 @@ class VllmEngine:
             self.llm.wake_up(tags=[part])
 
 
-def _load_weights(worker: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-    model = worker.model_runner.model
-    if any(hasattr(layer, "w13_weight") for layer in model.modules()):
-        # kernels may need experts in another order than loaders, which only vLLM's slower reload knows
-        worker.reload_weights(weights_iterator=iter(weights))
-    else:
-        model.load_weights(weights)
+def _know_model_class(model_folder: str) -> None:
+    """Have the model's class looked at here: vLLM would start a process for that, which takes as long as ours."""
+    from vllm import ModelRegistry
+
+    for architecture in read_json(Path(model_folder) / "config.json").get("architectures") or ():
+        if architecture in ModelRegistry.models:
+            ModelRegistry.register_model(architecture, ModelRegistry.models[architecture].load_model_cls())

@@ -1,0 +1,154 @@
+"""vLLM on CUDA: new weights go where its loader has put the first ones, without the loader's time for each tensor."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+logger = logging.getLogger(__name__)
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """Where elements lie in a storage."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int  # elements
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Geometry:
+        """That of a tensor."""
+        return cls(tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()), tensor.dtype)
+
+    @property
+    def end(self) -> int:
+        """Offset behind the last element."""
+        return self.offset + 1 + sum((n - 1) * stride for n, stride in zip(self.shape, self.strides, strict=True))
+
+
+@dataclass(frozen=True)
+class Copy:
+    """A part of a given tensor, with its offset in that tensor, and the part of a parameter that it goes to."""
+
+    part: Geometry
+    target: torch.Tensor
+
+
+class WatchedLoad(TorchDispatchMode):
+    """Notes what is written into the parameters of a model, and which given tensors it comes from.
+
+    Args:
+        model: the model.
+    """
+
+    def __init__(self, model: torch.nn.Module):
+        super().__init__()
+        parameters = list(model.parameters())
+        self._storages = {parameter.untyped_storage().data_ptr() for parameter in parameters}
+        self._unwritten = sum(parameter.numel() for parameter in parameters)
+        self._addresses: list[tuple[int, str]] = []  # of the given tensors' storages, which may be gone; their names
+        self._unknown = False
+        self.given: dict[str, Geometry] = {}
+        self.copies: dict[str, list[Copy]] = {}
+        self.constants: list[tuple[torch.Tensor, Any]] = []
+
+    @property
+    def is_complete(self) -> bool:
+        """Every element of every parameter was written once, with copies and constants alone."""
+        return not self._unknown and self._unwritten == 0
+
+    def remember(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        """The same weights, remembered; how they are made is not watched."""
+        iterator = iter(weights)
+        while True:
+            with _disable_current_modes():
+                name, tensor = next(iterator, ("", None))
+            if tensor is None:
+                return
+            self.given[name], self.copies[name] = Geometry.of(tensor), []
+            self._addresses.append((tensor.untyped_storage().data_ptr(), name))
+            yield name, tensor
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """See `TorchDispatchMode`."""
+        result = func(*args, **(kwargs or {}))
+        if func._schema.is_mutable and args[0].untyped_storage().data_ptr() in self._storages:
+            self._written(func, *args)
+        return result
+
+    def _written(self, func: Any, target: torch.Tensor, value: Any = 0, *_: Any) -> None:
+        self._unwritten -= target.numel()
+        if func in (aten.fill_.Scalar, aten.zero_.default):
+            self.constants.append((target, value))
+            return
+        name = self._source(value) if func == aten.copy_.default else None
+        if name is None:
+            self._unknown = True
+            return
+        part, offset = Geometry.of(value), self.given[name].offset
+        self.copies[name].append(Copy(replace(part, offset=part.offset - offset), target))
+
+    def _source(self, part: torch.Tensor) -> str | None:
+        """Name of the given tensor that `part` is a view of: the last one, if several had that memory."""
+        address, found = part.untyped_storage().data_ptr(), Geometry.of(part)
+        for storage, name in reversed(self._addresses):
+            whole = self.given[name]
+            if storage == address and whole.offset <= found.offset and found.end <= whole.end:
+                return name if whole.dtype == found.dtype else None
+        return None
+
+
+class DirectLoader:
+    """Loads weights into a vLLM worker's model: the first time with vLLM's loader, then by the copies it made.
+
+    Where that loader does more than to copy, or kernels need another order of experts or matrices made of latent
+    attention's projections, vLLM does it each time, which is slower.
+    """
+
+    def __init__(self) -> None:
+        self._watch: WatchedLoad | None = None
+
+    def load(self, worker: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Load `weights`, whose names, shapes and strides are the same every time."""
+        model = worker.model_runner.model
+        if any(hasattr(layer, name) for layer in model.modules() for name in ("w13_weight", "kv_b_proj")):
+            worker.reload_weights(weights_iterator=iter(weights))
+        elif self._watch is None:
+            self._watch = load_watched(model, weights)
+        elif self._watch.is_complete:
+            copy_again(self._watch, weights)
+        else:
+            model.load_weights(iter(weights))
+
+
+def load_watched(model: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> WatchedLoad:
+    """Load weights with the model's own loader; returns what it did."""
+    watch = WatchedLoad(model)
+    with watch:
+        model.load_weights(watch.remember(weights))
+    if not watch.is_complete:
+        logger.info("vLLM loads the weights of every update: its loader does more than to copy them")
+    return watch
+
+
+def copy_again(watch: WatchedLoad, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Do with new weights what was done with those that a complete `watch` has seen."""
+    loaded = 0
+    for name, tensor in weights:
+        assert replace(Geometry.of(tensor), offset=0) == replace(watch.given[name], offset=0), f"{name} has changed"
+        for copy in watch.copies[name]:
+            part = copy.part
+            copy.target.copy_(tensor.as_strided(part.shape, part.strides, tensor.storage_offset() + part.offset))
+        loaded += 1
+    assert loaded == len(watch.given), f"{loaded} tensors were given, {len(watch.given)} the first time"
+    for target, value in watch.constants:  # memory that was given back meanwhile has lost them, too
+        target.fill_(value)
