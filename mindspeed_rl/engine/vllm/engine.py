@@ -71,6 +71,8 @@ class VllmEngine:
             "enable_prefix_caching": cfg.enable_prefix_caching,
             "gpu_memory_utilization": cfg.gpu_memory_utilization,
             "enable_sleep_mode": self.can_sleep,
+            # it would look for the devices of the other ranks, of which Ray shows this process none
+            "disable_custom_all_reduce": True,
             "logprobs_mode": "processed_logprobs",  # after temperature and truncation: what was really sampled from
             "disable_log_stats": True,
             "seed": seed,
