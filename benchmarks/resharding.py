@@ -172,7 +172,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda", "npu"])
     parser.add_argument("--models", nargs="+", default=["qwen25_0b5"], help="presets")
-    parser.add_argument("--bucket-mb", type=float, default=64)
+    parser.add_argument("--bucket-mb", type=float, default=GenerateConfig().resharding_bucket_mb)
     parser.add_argument("--layouts", nargs="+", default=list(LAYOUTS), choices=list(LAYOUTS))
     parser.add_argument("--rollout", action="store_true", help="vLLM takes the weights, instead of plain copies")
     args = parser.parse_args()

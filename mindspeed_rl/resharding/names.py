@@ -13,8 +13,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
+from itertools import accumulate
 from math import prod
+from operator import mul
 from typing import Any, Protocol
 
 import torch
@@ -44,13 +46,28 @@ class Slab:
     start: int  # index of its first element in the flattened shard
 
     def of_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A view of the rectangle in the Hugging Face tensor."""
-        return tensor[tuple(slice(first, first + size) for first, size in zip(self.offsets, self.sizes, strict=True))]
+        """A view of the rectangle in the Hugging Face tensor, which is contiguous."""
+        offset, strides = self._in_tensor
+        return tensor.as_strided(self.sizes, strides, int(tensor.storage_offset()) + offset)
 
     def of_shard(self, elements: torch.Tensor, start: int = 0) -> torch.Tensor:
-        """A view of the rectangle in the elements of a flattened shard from `start` on."""
-        first = self.start - start
-        return elements[first : first + prod(self.sizes)].view(self.sizes)
+        """A view of the rectangle in the contiguous elements of a flattened shard from `start` on."""
+        return elements.as_strided(self.sizes, self._packed, int(elements.storage_offset()) + self.start - start)
+
+    @cached_property
+    def _in_tensor(self) -> tuple[int, Shape]:
+        """Offset and strides there: one operation a view, for there may be thousands in an export."""
+        strides = contiguous_strides(self.shape)
+        return sum(map(mul, self.offsets, strides)), strides
+
+    @cached_property
+    def _packed(self) -> Shape:
+        return contiguous_strides(self.sizes)
+
+
+def contiguous_strides(shape: Shape) -> Shape:
+    """Of a tensor whose elements follow each other, in elements."""
+    return tuple(accumulate(shape[:0:-1], mul, initial=1))[::-1]
 
 
 @dataclass(frozen=True)
