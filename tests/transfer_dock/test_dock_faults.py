@@ -171,7 +171,8 @@ class Schedule:
             assert time.monotonic() < start + SCHEDULE_SECONDS, f"{unfinished} unfinished: {self.events}"
             if self.kill_somebody_at is not None and time.monotonic() > start + self.kill_somebody_at:
                 (_, pid), stage, share = self.random.choice(list(self.running.values()))
-                os.kill(ray.get(pid), signal.SIGKILL)
+                with contextlib.suppress(ProcessLookupError):  # it has just died of its own accord
+                    os.kill(ray.get(pid), signal.SIGKILL)
                 self.kill_somebody_at = None
                 self.events.append((stage, share, "killed from outside"))
             if self.kill_controller_at is not None:
