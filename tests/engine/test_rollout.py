@@ -61,7 +61,26 @@ def rollout(rank: int, folder: str, train: dict[str, int], infer_tp: int, temper
         "tokens": [t for t, _ in passes[0]],
         "log_probs": [lp for _, lp in passes[0]],
         "scored": scored,
+        "parameters": engine.llm.collective_rpc(parameters)[0],
     }
+
+
+def parameters(worker: Any) -> dict[str, torch.Tensor]:
+    """This rank's part of vLLM's own weights, as its kernels use them."""
+    return {name: tensor.clone() for name, tensor in worker.model_runner.model.named_parameters()}
+
+
+class FreshlyLoaded(VllmEngine):
+    def _arguments(self, model_folder: str, seed: int) -> dict[str, Any]:
+        return {**super()._arguments(model_folder, seed), "load_format": "auto"}
+
+
+def fresh_parameters(rank: int, folder: str, infer_tp: int) -> dict[str, torch.Tensor]:
+    cfg = GenerateConfig(infer_tensor_parallel_size=infer_tp, dtype="float32", max_model_len=64)
+    found: dict[str, torch.Tensor] = FreshlyLoaded(cfg, folder, CpuDevice(), 1, STOP).llm.collective_rpc(parameters)[
+        0
+    ]
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -102,6 +121,25 @@ def test_a_response_ends_with_its_stop_token(one_rank: dict[str, Any]) -> None:
         assert not set(tokens[:-1]) & set(STOP)
 
 
+TP, PP = "tensor_model_parallel_size", "pipeline_model_parallel_size"
+
+
+@pytest.mark.parametrize(
+    ("train", "infer_tp"),
+    [({TP: 2}, 1), ({TP: 1}, 2), ({TP: 2}, 2), ({PP: 2}, 1)],
+    ids=["TP2-to-TP1", "TP1-to-TP2", "TP2-to-TP2", "PP2-to-TP1"],
+)
+def test_layouts_generate_the_same(
+    train: dict[str, int], infer_tp: int, folders: dict[str, str], one_rank: dict[str, Any]
+) -> None:
+    results = run_ranks(2, rollout, folders["qwen2-tied"], train, infer_tp, 0.8)
+    for result in results:
+        assert result["tokens"] == one_rank["tokens"]
+        if result["scored"] is not None:
+            assert_rollout_equals_training(result)
+    assert any(result["scored"] is not None for result in results)
+
+
 @pytest.mark.parametrize("family", ["qwen2-tied", "qwen3", "llama-yarn", "mistral", "qwen3_moe", "deepseek_v2"])
 def test_greedy_output_equals_that_of_transformers(family: str, folders: dict[str, str]) -> None:
     result = run_ranks(1, rollout, folders[family], {}, 1, 0.0)[0]
@@ -121,8 +159,18 @@ def test_shared_experts_of_training_are_whole_in_rollout(folders: dict[str, str]
         assert_rollout_equals_training(result)
 
 
-def test_experts_chosen_with_a_bias_score_the_same(folders: dict[str, str]) -> None:
-    assert_rollout_equals_training(run_ranks(1, rollout, folders["deepseek_v3"], {}, 1, 0.8)[0])
+def test_latent_attention_of_two_ranks_is_what_a_fresh_load_gives(folders: dict[str, str]) -> None:
+    folder, train = folders["deepseek_v3"], {TP: 2, "sequence_parallel": True}
+    results, fresh = run_ranks(2, rollout, folder, train, 2, 0.8), run_ranks(2, fresh_parameters, folder, 2)
+    for rank, (result, expected) in enumerate(zip(results, fresh, strict=True)):
+        assert result["tokens"] == results[0]["tokens"]
+        assert result["parameters"].keys() == expected.keys()
+        assert any(name.endswith("e_score_correction_bias") for name in expected)
+        for name, tensor in expected.items():
+            # vLLM fills the vocabulary up to 64: all 16 tokens are on the first rank, and the rest means nothing
+            rows = len(tensor) if name not in ("model.embed_tokens.weight", "lm_head.weight") else (16, 0)[rank]
+            assert torch.equal(result["parameters"][name][:rows], tensor[:rows]), name
+    assert_rollout_equals_training(results[0])
 
 
 def test_an_engine_starts_no_process_to_look_at_its_model(folders: dict[str, str], tmp_path: Path) -> None:
