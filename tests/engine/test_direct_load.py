@@ -67,9 +67,16 @@ def compare(worker: Any, folder: str) -> None:
         with pytest.raises(AssertionError, match=f"{name} has changed"):
             copy_again(watch, [(name, stored.tensor(name).T)])
 
-        model = new_model()
-        model.model.norm.weight.weight_loader = lambda parameter, given: parameter.data.copy_(given + 1)
-        assert not load_watched(model, weights(1.0)).is_complete
+        loaders = [
+            lambda parameter, given: parameter.data.copy_(given + 1),
+            lambda parameter, given: parameter.data.copy_(given.mul_(2)),
+            lambda parameter, given: parameter.data.fill_(given[0].item()),
+            lambda parameter, given: parameter.data[1:].copy_(given[1:]),
+        ]
+        for loader in loaders:
+            model = new_model()
+            model.model.norm.weight.weight_loader = loader
+            assert not load_watched(model, weights(1.0)).is_complete
 
 
 @pytest.mark.parametrize(("family", "infer_tp"), [("qwen2", 2), ("qwen3", 1)])

@@ -29,11 +29,6 @@ class Geometry:
         """That of a tensor."""
         return cls(tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()), tensor.dtype)
 
-    @property
-    def end(self) -> int:
-        """Offset behind the last element."""
-        return self.offset + 1 + sum((n - 1) * stride for n, stride in zip(self.shape, self.strides, strict=True))
-
 
 @dataclass(frozen=True)
 class Copy:
@@ -55,7 +50,7 @@ class WatchedLoad(TorchDispatchMode):
         parameters = list(model.parameters())
         self._storages = {parameter.untyped_storage().data_ptr() for parameter in parameters}
         self._unwritten = sum(parameter.numel() for parameter in parameters)
-        self._addresses: list[tuple[int, str]] = []  # of the given tensors' storages, which may be gone; their names
+        self._current: tuple[str, torch.Tensor] | None = None  # what the loader works with
         self._unknown = False
         self.given: dict[str, Geometry] = {}
         self.copies: dict[str, list[Copy]] = {}
@@ -63,7 +58,7 @@ class WatchedLoad(TorchDispatchMode):
 
     @property
     def is_complete(self) -> bool:
-        """Every element of every parameter was written once, with copies and constants alone."""
+        """As many elements were written as the parameters have, with copies of given tensors and constants alone."""
         return not self._unknown and self._unwritten == 0
 
     def remember(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -75,36 +70,41 @@ class WatchedLoad(TorchDispatchMode):
             if tensor is None:
                 return
             self.given[name], self.copies[name] = Geometry.of(tensor), []
-            self._addresses.append((tensor.untyped_storage().data_ptr(), name))
+            self._current = name, tensor
             yield name, tensor
+            self._current = None  # its memory may be another tensor's from now on
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """See `TorchDispatchMode`."""
         result = func(*args, **(kwargs or {}))
-        if func._schema.is_mutable and args[0].untyped_storage().data_ptr() in self._storages:
-            self._written(func, *args)
+        if func == aten._local_scalar_dense.default:
+            self._unknown = True  # values that are given become constants, or decide what is done
+        elif func._schema.is_mutable:
+            target = args[0] if args else None
+            if not isinstance(target, torch.Tensor) or self._is_given(target):
+                self._unknown = True
+            elif target.untyped_storage().data_ptr() in self._storages:
+                self._written(func, *args)
         return result
 
     def _written(self, func: Any, target: torch.Tensor, value: Any = 0, *_: Any) -> None:
         self._unwritten -= target.numel()
         if func in (aten.fill_.Scalar, aten.zero_.default):
             self.constants.append((target, value))
-            return
-        name = self._source(value) if func == aten.copy_.default else None
-        if name is None:
+        elif func == aten.copy_.default and self._current is not None and self._is_given(value):
+            name, whole = self._current
+            part = Geometry.of(value)
+            self.copies[name].append(Copy(replace(part, offset=part.offset - int(whole.storage_offset())), target))
+            self._unknown |= part.dtype != whole.dtype
+        else:
             self._unknown = True
-            return
-        part, offset = Geometry.of(value), self.given[name].offset
-        self.copies[name].append(Copy(replace(part, offset=part.offset - offset), target))
 
-    def _source(self, part: torch.Tensor) -> str | None:
-        """Name of the given tensor that `part` is a view of: the last one, if several had that memory."""
-        address, found = part.untyped_storage().data_ptr(), Geometry.of(part)
-        for storage, name in reversed(self._addresses):
-            whole = self.given[name]
-            if storage == address and whole.offset <= found.offset and found.end <= whole.end:
-                return name if whole.dtype == found.dtype else None
-        return None
+    def _is_given(self, tensor: torch.Tensor) -> bool:
+        """Whether it is the current tensor, or a view of it (which may reach beyond it, if it shares a buffer)."""
+        return (
+            self._current is not None
+            and self._current[1].untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
+        )
 
 
 class DirectLoader:
@@ -136,7 +136,7 @@ def load_watched(model: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> Wat
     with watch:
         model.load_weights(watch.remember(weights))
     if not watch.is_complete:
-        logger.info("vLLM loads the weights of every update: its loader does more than to copy them")
+        logger.info("vLLM loads the weights of every update: its loader does not just copy them to all parameters")
     return watch
 
 
