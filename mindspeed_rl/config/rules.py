@@ -20,6 +20,7 @@ from mindspeed_rl.config.files import actor_path, checkpoint_model, resolve_mode
 from mindspeed_rl.config.layout import model_parallel
 from mindspeed_rl.config.model import ModelConfig
 from mindspeed_rl.config.rule import CP, PP, RULES, TP, WORLD, Found, Rule, divides, rule
+from mindspeed_rl.config.rules_memory import plan_fits_device
 from mindspeed_rl.config.schema import Config, RLConfig
 
 VERIFIERS = (
@@ -51,6 +52,8 @@ def check(cfg: Config, broken: Sequence[str] = ()) -> list[Violation]:
         if _any_touches(each.keys, broken) or (each.needs_model and model is None):
             continue
         violations += each.find(cfg, model) if each.needs_model else each.find(cfg)
+    if model is not None and not violations and not broken:  # an estimate takes divisions that come out even
+        violations += plan_fits_device(cfg, model)
     return violations
 
 

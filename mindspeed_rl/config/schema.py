@@ -384,6 +384,9 @@ class Config(Section):
     generate_config: GenerateConfig = Field(GenerateConfig(), description="rollout engine and sampling")
     model: dict[str, ModelConfig] = Field({}, description="model presets, filled by `defaults: - model: <preset>`")
     device: Literal["auto", "npu", "cuda", "cpu"] = Field("auto", description="kind of device that runs")
+    device_memory_gib: Annotated[float, Field(gt=0)] | None = Field(
+        None, description="memory of one device: a plan that cannot fit is refused; null: it is found out by running"
+    )
     ray_address: str | None = Field(None, description="running Ray cluster; null: RAY_ADDRESS, else start one here")
     output_dir: str = Field("outputs", description="parent of the run folder: logs, metrics, resolved configuration")
     trace: Switch = Field(

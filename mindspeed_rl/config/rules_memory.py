@@ -1,0 +1,128 @@
+"""Whether a plan can fit into the memory of its devices, as far as shapes tell; looked at when all else is right."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from mindspeed_rl.common.errors import Violation
+from mindspeed_rl.config.files import actor_path
+from mindspeed_rl.config.layout import derive_layout
+from mindspeed_rl.config.memory import GIB, MemoryEstimate, estimate_memory
+from mindspeed_rl.config.model import ModelConfig
+from mindspeed_rl.config.rule import INFER_TP, Found
+from mindspeed_rl.config.schema import Config
+
+LIMIT = "device_memory_gib"
+OFFLOADS = ("offload_train_optimizer", "offload_train_grad", "offload_train_param", "offload_reference")
+Parts = dict[str, float]  # bytes, by what takes them
+Need = Callable[[Config, MemoryEstimate], tuple[Parts, float]]  # and how many there are for them
+SHARES = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)
+
+
+def plan_fits_device(cfg: Config, model: ModelConfig) -> Found:
+    """Violations of `device_memory_gib`, each with the changes that would do."""
+    if cfg.device_memory_gib is None:
+        return
+    for what, need in {"an update": _update, "generation": _generation, "the rollout engine": _engine}.items():
+        parts, limit = need(cfg, estimate(cfg, model))
+        total = sum(parts.values())
+        if total > limit:
+            found = ", ".join(f"{part} {size / GIB:,.1f}" for part, size in parts.items() if size)
+            message = f"{what} takes {total / GIB:,.1f} GiB ({found}), and there are {limit / GIB:,.1f}"
+            yield Violation(LIMIT, cfg.device_memory_gib, message, _remedies(cfg, model, need))
+
+
+def _remedies(cfg: Config, model: ModelConfig, need: Need) -> str:
+    """Each key that would do alone, with the first such value; else all offloading; else more devices."""
+
+    def fits(changed: Config) -> bool:
+        parts, limit = need(changed, estimate(changed, model))
+        return sum(parts.values()) <= limit
+
+    fitting: dict[str, Any] = {}
+    for key, value, changed in _changes(cfg):
+        if key not in fitting and fits(changed):
+            fitting[key] = value
+    if fitting:
+        return "; or ".join(f"{key}: {value}" for key, value in fitting.items())
+    if fits(_generating(cfg, **dict.fromkeys(OFFLOADS, True))):
+        return f"all of {', '.join(OFFLOADS)}: true"
+    return f"a larger {INFER_TP}" if need is _engine else "more devices, as with a larger tensor_model_parallel_size"
+
+
+def estimate(cfg: Config, model: ModelConfig) -> MemoryEstimate:
+    """Of a configuration whose divisions come out even."""
+    return estimate_memory(cfg, model, derive_layout(cfg))
+
+
+def _limit(cfg: Config) -> float:
+    assert cfg.device_memory_gib is not None
+    return cfg.device_memory_gib * GIB
+
+
+def _for_rollout(cfg: Config, memory: MemoryEstimate) -> float:
+    """What the engine takes, whatever it needs."""
+    if cfg.device == "cpu":
+        return memory.rollout_weights + cfg.generate_config.cpu_kv_cache_gib * GIB
+    return cfg.generate_config.gpu_memory_utilization * _limit(cfg)
+
+
+def _update(cfg: Config, memory: MemoryEstimate) -> tuple[Parts, float]:
+    stays = not (cfg.generate_config.offload_reference and cfg.rl_config.use_integrated_worker)
+    asleep = _for_rollout(cfg, memory) if cfg.device == "cpu" and cfg.rl_config.use_integrated_worker else 0
+    parts = {
+        "weights": memory.weights,
+        "gradients": memory.gradients,
+        "optimizer": memory.optimizer,
+        "activations": memory.activations,
+        "logits": memory.logits,
+        "reference": memory.reference if stays else 0,
+        "rollout, which cannot sleep": asleep,
+    }
+    return parts, _limit(cfg)
+
+
+def _generation(cfg: Config, memory: MemoryEstimate) -> tuple[Parts, float]:
+    parts = {"the rollout engine": _for_rollout(cfg, memory), "training state that stays": memory.training_kept}
+    return parts, _limit(cfg)
+
+
+def _engine(cfg: Config, memory: MemoryEstimate) -> tuple[Parts, float]:
+    sequence = memory.kv_per_token * cfg.generate_config.max_model_len
+    return {"weights": memory.rollout_weights, "cache of one sequence": sequence}, _for_rollout(cfg, memory)
+
+
+def _changes(cfg: Config) -> Iterator[tuple[str, Any, Config]]:
+    """Key, value and outcome of single changes that save memory, those first that cost little."""
+    generate, actor = cfg.generate_config, cfg.actor
+    for key in OFFLOADS:
+        if not getattr(generate, key):
+            yield f"generate_config.{key}", "true", _generating(cfg, **{key: True})
+    if not actor.use_distributed_optimizer:
+        changed = _training(cfg, use_distributed_optimizer=True)
+        yield actor_path(cfg, "use_distributed_optimizer"), "true", changed
+    smaller = actor.micro_batch_size // 2
+    while smaller and cfg.rl_config.max_packing_token_size is None:
+        yield actor_path(cfg, "micro_batch_size"), smaller, _training(cfg, micro_batch_size=smaller)
+        smaller //= 2
+    every_layer: dict[str, Any] = {
+        "recompute_granularity": "full",
+        "recompute_method": "uniform",
+        "recompute_num_layers": 1,
+    }
+    if any(getattr(actor, key) != value for key, value in every_layer.items()):
+        value = "full, recompute_method: uniform, recompute_num_layers: 1"
+        yield actor_path(cfg, "recompute_granularity"), value, _training(cfg, **every_layer)
+    for share in SHARES if cfg.device != "cpu" else ():
+        yield "generate_config.gpu_memory_utilization", share, _generating(cfg, gpu_memory_utilization=share)
+
+
+def _generating(cfg: Config, **values: Any) -> Config:
+    return cfg.model_copy(update={"generate_config": cfg.generate_config.model_copy(update=values)})
+
+
+def _training(cfg: Config, **values: Any) -> Config:
+    changed = cfg.model_copy()
+    changed.__dict__["actor"] = cfg.actor.model_copy(update=values)  # what is derived from two sections, and cached
+    return changed

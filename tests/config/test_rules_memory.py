@@ -1,0 +1,90 @@
+"""A plan that cannot fit into its devices is refused, with what takes the memory and which change would do."""
+
+import pytest
+
+from mindspeed_rl.common.errors import ConfigError
+from mindspeed_rl.config.compose import load_config
+from mindspeed_rl.config.files import resolve_model
+from mindspeed_rl.config.memory import GIB
+from mindspeed_rl.config.rules_memory import estimate
+
+H200 = "grpo_trainer_qwen25_1b5_h200"
+
+
+def refused(config: str, *overrides: str) -> list[str]:
+    with pytest.raises(ConfigError) as error:
+        load_config(config, overrides)
+    found = error.value.violations
+    assert {violation.path for violation in found} == {"device_memory_gib"}
+    return [str(violation) for violation in found]
+
+
+def test_an_update_says_what_takes_how_much_and_which_micro_batch_would_do() -> None:
+    """1,543.7 M parameters: 2 + 4 + 12 bytes each, and 2 for the reference, which stays."""
+    update, generation = refused(H200, "device_memory_gib=50")
+    cfg, _ = load_config(H200)
+    memory = estimate(cfg, resolve_model(cfg))
+    state = 1_543_714_304 * 18 / GIB
+    assert (memory.weights + memory.gradients + memory.optimizer) / GIB == pytest.approx(state)
+    total = (memory.training + memory.reference) / GIB
+    assert f"an update takes {total:.1f} GiB (weights 2.9, gradients 5.8, optimizer 17.3," in update
+    assert "and there are 50.0 (actor_config.micro_batch_size: 2" in update
+    # 0.6 of 50 GiB for rollout, and all that training keeps
+    assert f"generation takes {30 + memory.training_kept / GIB:.1f} GiB (the rollout engine 30.0," in generation
+    for key in ("offload_train_optimizer: true", "gpu_memory_utilization: 0.4"):
+        assert f"generate_config.{key}" in generation
+
+
+def test_what_is_proposed_is_accepted() -> None:
+    changes = ("actor_config.micro_batch_size=2", "generate_config.offload_train_optimizer=true")
+    cfg, _ = load_config(H200, ["device_memory_gib=50", *changes])
+    assert cfg.device_memory_gib == 50
+
+
+@pytest.mark.parametrize(
+    ("overrides", "remedy"),
+    [
+        (("device_memory_gib=12",), "more devices, as with a larger tensor_model_parallel_size"),
+        (("device_memory_gib=35", "actor_config.micro_batch_size=1"), "megatron_training.recompute_granularity: full"),
+        (("device_memory_gib=3.6", "generate_config.gpu_memory_utilization=0.5"), "gpu_memory_utilization: 0.9"),
+        (("device_memory_gib=3", "generate_config.gpu_memory_utilization=0.5"), "a larger generate_config.infer_"),
+    ],
+)
+def test_other_remedies(overrides: tuple[str, ...], remedy: str) -> None:
+    assert any(remedy in violation for violation in refused(H200, *overrides))
+
+
+def test_an_engine_needs_room_for_one_sequence() -> None:
+    found = refused(H200, "device_memory_gib=3", "generate_config.gpu_memory_utilization=0.5")
+    (engine,) = [violation for violation in found if "the rollout engine takes" in violation]
+    assert "(weights 2.9, cache of one sequence 0.1), and there are 1.5" in engine
+
+
+def test_rollout_on_a_cpu_cannot_sleep() -> None:
+    update, generation = refused("grpo_trainer_tiny_cpu", "device_memory_gib=0.5")
+    assert "rollout, which cannot sleep 1.0" in update
+    assert "generation takes 1.0 GiB" in generation
+
+
+def test_wrong_divisions_are_reported_before_memory() -> None:
+    with pytest.raises(ConfigError) as error:
+        load_config(H200, ["device_memory_gib=1", "rl_config.mini_batch_size=7"])
+    assert "device_memory_gib" not in {violation.path for violation in error.value.violations}
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "much"])
+def test_a_memory_that_is_none(value: str) -> None:
+    with pytest.raises(ConfigError, match="device_memory_gib"):
+        load_config(H200, [f"device_memory_gib={value}"])
+
+
+@pytest.mark.parametrize("limit", [30, 45, 60, 90, 140])
+def test_a_plan_is_refused_exactly_when_it_does_not_fit(limit: int) -> None:
+    cfg, _ = load_config(H200, ["device_memory_gib=1000"])
+    memory = estimate(cfg, resolve_model(cfg))
+    share = cfg.generate_config.gpu_memory_utilization * limit
+    fits = memory.training + memory.reference <= limit * GIB and share * GIB + memory.training_kept <= limit * GIB
+    if fits:
+        load_config(H200, [f"device_memory_gib={limit}"])
+    else:
+        refused(H200, f"device_memory_gib={limit}")
