@@ -36,6 +36,7 @@ from mindspeed_rl.resharding.plan import ExportPlan, make_plan, planned_dtypes
 
 LAYOUTS = {"one": (1, 1), "tp2": (2, 1), "pp2": (1, 2)}  # TP, PP
 REPEATS = 5
+SUMMARY = {"one": "reshard.h200_tp1_vs_copy", "tp2": "reshard.2gpu_vs_allgather"}  # of the last model; limit: the aim
 MODEL_TYPES = {"Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3", "LlamaForCausalLM": "llama"}
 
 
@@ -199,6 +200,8 @@ def main() -> None:
                 note=f"{what}; buckets of {args.bucket_mb:g} MiB; limit: what the plan states",
             ),
         ]
+        if args.device == "cuda" and name in SUMMARY and model == args.models[-1]:
+            records.append(Record(SUMMARY[name], seconds / limit, "times", 3.0 if name == "one" else 2.0, note=what))
     hardware = cpu_name() if args.device == "cpu" else torch.cuda.get_device_name()
     publish(f"resharding{'_rollout' if args.rollout else ''}-{args.device}", records, hardware)
 
