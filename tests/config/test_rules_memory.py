@@ -45,7 +45,7 @@ def test_what_is_proposed_is_accepted() -> None:
     ("overrides", "remedy"),
     [
         (("device_memory_gib=12",), "more devices, as with a larger tensor_model_parallel_size"),
-        (("device_memory_gib=35", "actor_config.micro_batch_size=1"), "megatron_training.recompute_granularity: full"),
+        (("device_memory_gib=35", "actor_config.micro_batch_size=1"), "recompute_granularity: full"),
         (("device_memory_gib=3.6", "generate_config.gpu_memory_utilization=0.5"), "gpu_memory_utilization: 0.9"),
         (("device_memory_gib=3", "generate_config.gpu_memory_utilization=0.5"), "a larger generate_config.infer_"),
     ],
