@@ -1,7 +1,12 @@
 """Examples that break the rules on mixtures of experts, as in `test_rules.py`."""
 
 # 128 experts instead of one MLP, on 8 devices with TP 4 and DP 2
-EXPERTS = ["model=qwen3_30b_a3b", "megatron_training.model=qwen3_30b_a3b", "actor_config.model=qwen3_30b_a3b"]
+EXPERTS = [
+    "device_memory_gib=null",
+    "model=qwen3_30b_a3b",
+    "megatron_training.model=qwen3_30b_a3b",
+    "actor_config.model=qwen3_30b_a3b",
+]
 
 # rule -> (overrides, key path, value, part of the message, part of the suggestion)
 EXPERT_EXAMPLES = {
