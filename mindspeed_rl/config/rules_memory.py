@@ -24,8 +24,9 @@ def plan_fits_device(cfg: Config, model: ModelConfig) -> Found:
     """Violations of `device_memory_gib`, each with the changes that would do."""
     if cfg.device_memory_gib is None:
         return
+    memory = estimate(cfg, model)
     for what, need in {"an update": _update, "generation": _generation, "the rollout engine": _engine}.items():
-        parts, limit = need(cfg, estimate(cfg, model))
+        parts, limit = need(cfg, memory)
         total = sum(parts.values())
         if total > limit:
             found = ", ".join(f"{part} {size / GIB:,.1f}" for part, size in parts.items() if size)

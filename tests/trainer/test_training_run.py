@@ -43,6 +43,7 @@ def test_a_run_reports_what_users_look_for(streaming: list[dict[str, Any]]) -> N
     "overrides",
     [
         ("actor_config.pipeline_model_parallel_size=2",),
+        ("generate_config.infer_tensor_parallel_size=2",),
         (
             "actor_config.tensor_model_parallel_size=2",
             "actor_config.sequence_parallel=true",
@@ -54,7 +55,7 @@ def test_a_run_reports_what_users_look_for(streaming: list[dict[str, Any]]) -> N
             "~rl_config.ref_forward_micro_batch_size",
         ),
     ],
-    ids=["PP2-to-TP1", "TP2-to-TP2-token-cap"],
+    ids=["PP2-to-TP1", "DP2-to-TP2", "TP2-to-TP2-token-cap"],
 )
 def test_layouts_train_the_same(
     overrides: tuple[str, ...], inputs: Path, streaming: list[dict[str, Any]], tmp_path: Path

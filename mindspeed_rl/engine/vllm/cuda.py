@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,26 +15,20 @@ logger = logging.getLogger(__name__)
 aten = torch.ops.aten
 
 
-@dataclass(frozen=True)
-class Geometry:
-    """Where elements lie in a storage."""
+Form = tuple[torch.Size, tuple[int, ...], torch.dtype]  # shape, strides and type of a tensor
 
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    offset: int  # elements
-    dtype: torch.dtype
 
-    @classmethod
-    def of(cls, tensor: torch.Tensor) -> Geometry:
-        """That of a tensor."""
-        return cls(tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()), tensor.dtype)
+def _form(tensor: torch.Tensor) -> Form:
+    return tensor.shape, tensor.stride(), tensor.dtype
 
 
 @dataclass(frozen=True)
 class Copy:
-    """A part of a given tensor, with its offset in that tensor, and the part of a parameter that it goes to."""
+    """A part of a given tensor, its offset there in elements, and the part of a parameter that it goes to."""
 
-    part: Geometry
+    shape: torch.Size
+    strides: tuple[int, ...]
+    offset: int
     target: torch.Tensor
 
 
@@ -52,7 +46,7 @@ class WatchedLoad(TorchDispatchMode):
         self._unwritten = sum(parameter.numel() for parameter in parameters)
         self._current: tuple[str, torch.Tensor] | None = None  # what the loader works with
         self._unknown = False
-        self.given: dict[str, Geometry] = {}
+        self.given: dict[str, Form] = {}
         self.copies: dict[str, list[Copy]] = {}
         self.constants: list[tuple[torch.Tensor, Any]] = []
 
@@ -69,7 +63,7 @@ class WatchedLoad(TorchDispatchMode):
                 name, tensor = next(iterator, ("", None))
             if tensor is None:
                 return
-            self.given[name], self.copies[name] = Geometry.of(tensor), []
+            self.given[name], self.copies[name] = _form(tensor), []
             self._current = name, tensor
             yield name, tensor
             self._current = None  # its memory may be another tensor's from now on
@@ -93,9 +87,9 @@ class WatchedLoad(TorchDispatchMode):
             self.constants.append((target, value))
         elif func == aten.copy_.default and self._current is not None and self._is_given(value):
             name, whole = self._current
-            part = Geometry.of(value)
-            self.copies[name].append(Copy(replace(part, offset=part.offset - int(whole.storage_offset())), target))
-            self._unknown |= part.dtype != whole.dtype
+            offset = int(value.storage_offset() - whole.storage_offset())
+            self.copies[name].append(Copy(value.shape, value.stride(), offset, target))
+            self._unknown |= value.dtype != whole.dtype
         else:
             self._unknown = True
 
@@ -144,10 +138,9 @@ def copy_again(watch: WatchedLoad, weights: Iterable[tuple[str, torch.Tensor]]) 
     """Do with new weights what was done with those that a complete `watch` has seen."""
     loaded = 0
     for name, tensor in weights:
-        assert replace(Geometry.of(tensor), offset=0) == replace(watch.given[name], offset=0), f"{name} has changed"
+        assert _form(tensor) == watch.given[name], f"{name} has changed"
         for copy in watch.copies[name]:
-            part = copy.part
-            copy.target.copy_(tensor.as_strided(part.shape, part.strides, tensor.storage_offset() + part.offset))
+            copy.target.copy_(tensor.as_strided(copy.shape, copy.strides, tensor.storage_offset() + copy.offset))
         loaded += 1
     assert loaded == len(watch.given), f"{loaded} tensors were given, {len(watch.given)} the first time"
     for target, value in watch.constants:  # memory that was given back meanwhile has lost them, too
