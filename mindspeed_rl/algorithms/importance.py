@@ -1,4 +1,4 @@
-"""Correction for tokens that another policy sampled than the one being trained."""
+"""Correction for tokens that another policy, or another engine, sampled than the one being trained."""
 
 from __future__ import annotations
 
@@ -7,34 +7,69 @@ from torch import Tensor
 
 from mindspeed_rl.algorithms.log_ratio import clamp_log_ratio
 from mindspeed_rl.common.metric import MetricSet
+from mindspeed_rl.config.schema import RLConfig
 
 
-def truncated_weights(
-    old_log_probs: Tensor, rollout_log_probs: Tensor, threshold: float, corrected: Tensor | None = None
-) -> Tensor:
-    """Truncated importance weights min(e^(ℓo − ℓb), threshold) of tokens, as constants (no gradient).
+def importance_weights(
+    cfg: RLConfig,
+    old_log_probs: Tensor,
+    rollout_log_probs: Tensor,
+    mask: Tensor,
+    response_lengths: Tensor,
+    corrected: Tensor | None = None,
+) -> tuple[Tensor, MetricSet]:
+    """Importance weights of the tokens' losses, as constants (no gradient), and metrics `rollout/is_*` of them.
 
-    With them the mean over tokens that policy b sampled estimates the mean under policy o, with a variance that the
-    truncation bounds, at the price of a bias where it acts: Espeholt et al. 2018 (IMPALA, section 4.1, ρ̄); for
-    log-probs of another engine, Yao et al. 2025 ("Your Efficient RL Framework Secretly Brings You Off-Policy RL
-    Training").
+    From d = ℓo − ℓb, the weight by `rollout_is_level` is
+
+    - `token`: e^d, each token's own (biased, of low variance);
+    - `sequence`: e^(sum of d over the sequence), the unbiased one;
+    - `geometric`: e^(mean of d over the sequence).
+
+    The exponent is clamped to ±20. By `rollout_is_mode`, weights above `rollout_is_threshold` become that
+    (`truncate`: Espeholt et al. 2018, IMPALA, section 4.1, ρ̄), or tokens with a weight outside
+    [`rollout_is_threshold_lower`, `rollout_is_threshold`] do not train: weight 0 (`mask`). A sequence with a token
+    whose e^d is below `rollout_is_veto_threshold` does not train at all. Denominators stay what they are.
 
     Args:
+        cfg: settings.
         old_log_probs: [R] under the policy being trained, before the update, by the training engine.
         rollout_log_probs: [R] under the policy that sampled, by the rollout engine.
-        threshold: largest weight, > 0.
-        corrected: [R] bool, the tokens to be weighted; others weigh 1. None: all.
+        mask: [R] 0/1.
+        response_lengths: [B] int64.
+        corrected: [R] bool, the tokens to be weighted: d is 0 at others. None: all.
 
     Returns:
-        [R], of the dtype of `old_log_probs`.
+        [R], of the dtype of `old_log_probs`; metrics over the counted tokens: mean weight, shares of tokens that were
+        truncated or masked, and of sequences under a veto.
     """
-    weights = clamp_log_ratio((old_log_probs - rollout_log_probs).detach()).exp().clamp(max=threshold)
-    return weights if corrected is None else torch.where(corrected, weights, 1.0)
-
-
-def weight_metrics(weights: Tensor, threshold: float, mask: Tensor) -> MetricSet:
-    """Metrics `rollout/is_*` over the counted tokens: mean weight, and share of tokens whose weight was truncated."""
-    metrics = MetricSet()
-    metrics.mean("rollout/is_weight", weights, mask)
-    metrics.mean("rollout/is_truncated", (weights >= threshold).float(), mask)
-    return metrics
+    counted = mask > 0
+    if corrected is not None:
+        counted = counted & corrected
+    d = torch.where(counted, (old_log_probs - rollout_log_probs).detach(), 0.0)
+    lengths = response_lengths.to(d.device)
+    index = torch.arange(len(lengths), device=d.device).repeat_interleave(lengths)
+    exponent = d
+    if cfg.rollout_is_level != "token":
+        zeros = d.new_zeros(len(lengths))
+        exponent = zeros.index_add(0, index, d)
+        if cfg.rollout_is_level == "geometric":
+            exponent = exponent / zeros.index_add(0, index, counted.to(d.dtype)).clamp(min=1)
+        exponent = exponent[index]
+    raw, upper = clamp_log_ratio(exponent).exp(), cfg.rollout_is_threshold
+    metrics, mean_mask = MetricSet(), mask > 0
+    if cfg.rollout_is_mode == "truncate":
+        weights = raw.clamp(max=upper)
+        metrics.mean("rollout/is_truncated", (raw >= upper).float(), mean_mask)
+    else:
+        lower = 1 / upper if cfg.rollout_is_threshold_lower is None else cfg.rollout_is_threshold_lower
+        outside = (raw < lower) | (raw > upper)
+        weights = torch.where(outside, 0.0, raw)
+        metrics.mean("rollout/is_masked", outside.float(), mean_mask)
+    if cfg.rollout_is_veto_threshold is not None:
+        impossible = (clamp_log_ratio(d).exp() < cfg.rollout_is_veto_threshold).to(d.dtype)
+        vetoed = d.new_zeros(len(lengths)).index_add(0, index, impossible) > 0
+        weights = torch.where(vetoed[index], 0.0, weights)
+        metrics.mean("rollout/is_vetoed", vetoed.float())
+    metrics.mean("rollout/is_weight", weights, mean_mask)
+    return weights, metrics

@@ -2,7 +2,8 @@
 
 Sign: every estimator estimates KL(π ‖ π_ref) ≥ 0 from tokens sampled from π, with ℓ = log π and ℓr = log π_ref of the
 sampled token; k1, k2, k3 are named as in http://joschu.net/blog/kl-approx.html. Used as a loss, an estimator's
-*gradient* is what counts; it is stated at each. The gradient of the true KL has k2's expectation.
+*gradient* is what counts; it is stated at each. The gradient of the true KL has k2's expectation; with `+` behind its
+name an estimator keeps its value and has k2's gradient.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from mindspeed_rl.algorithms.registry import Registry
 from mindspeed_rl.config.schema import RLConfig
 
 MAX_LOW_VAR_KL = 10.0
+STRAIGHT_THROUGH = "+"
 MAX_RELATIVE_ERROR = 0.2
 
 KLEstimator = Callable[[Tensor, Tensor], Tensor]
@@ -52,6 +54,20 @@ def k3(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
     d = clamp_log_ratio(ref_log_probs - log_probs)
     # expm1 keeps the digits that e^d − 1 loses near d = 0, where training starts
     return (torch.expm1(d) - d).clamp(-MAX_LOW_VAR_KL, MAX_LOW_VAR_KL)
+
+
+def straight_through(estimator: KLEstimator) -> KLEstimator:
+    """The estimator's value with the gradient of k2, which is that of the true KL in expectation."""
+
+    def estimate(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
+        pull = k2(log_probs, ref_log_probs)
+        return estimator(log_probs, ref_log_probs).detach() + pull - pull.detach()
+
+    return estimate
+
+
+for _name in KL_ESTIMATORS.names():
+    KL_ESTIMATORS.register(_name + STRAIGHT_THROUGH)(straight_through(KL_ESTIMATORS[_name]))
 
 
 class KLController(Protocol):

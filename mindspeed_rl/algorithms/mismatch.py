@@ -18,7 +18,9 @@ def mismatch_metrics(old_log_probs: Tensor, rollout_log_probs: Tensor, mask: Ten
     - `k3`: mean of w − d − 1, an estimate of KL(rollout ‖ training);
     - `ppl_ratio`: perplexity under training / under rollout = exp(mean of −d); 1 when they agree;
     - `ess`: (Σw)²/(n·Σw²), the share of tokens that the weighted sample is worth; 1 when they agree;
-    - `weight_out_fraction`: share of tokens with w outside [0.5, 2].
+    - `weight_out_fraction`: share of tokens with w outside [0.5, 2];
+    - `weight_mean`, `weight_std`, `weight_max`, `weight_min`: of w;
+    - `chi2`: mean of w² − 1, an estimate of χ²(training ‖ rollout).
 
     Args:
         old_log_probs: [R] float32, under the training engine before the update.
@@ -39,4 +41,7 @@ def mismatch_metrics(old_log_probs: Tensor, rollout_log_probs: Tensor, mask: Ten
     metrics.exp_mean("rollout/ppl_ratio", -d)
     metrics.ess("rollout/ess", weight)
     metrics.mean("rollout/weight_out_fraction", ((weight < low) | (weight > high)).float())
+    for name in ("mean", "std", "max", "min"):
+        getattr(metrics, name)(f"rollout/weight_{name}", weight)
+    metrics.mean("rollout/chi2", weight**2 - 1)
     return metrics

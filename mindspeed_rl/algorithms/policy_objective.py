@@ -7,6 +7,7 @@ from torch import Tensor
 
 from mindspeed_rl.algorithms.aggregation import aggregate, count
 from mindspeed_rl.algorithms.kl import KL_ESTIMATORS
+from mindspeed_rl.algorithms.log_ratio import clamp_log_ratio
 from mindspeed_rl.algorithms.losses import POLICY_LOSSES, PolicyBatch
 from mindspeed_rl.common.metric import Metric, MetricSet
 from mindspeed_rl.config.schema import RLConfig
@@ -30,7 +31,7 @@ class PolicyObjective:
         if cfg.loss_agg_mode == "seq-mean-token-sum-norm" and not horizon:
             raise ValueError(f"rl_config.loss_agg_mode = {cfg.loss_agg_mode!r} needs a horizon")
         self.cfg, self.horizon = cfg, horizon
-        self.policy_loss = POLICY_LOSSES["ppo"]
+        self.policy_loss = POLICY_LOSSES[cfg.loss_type]
         self.kl = KL_ESTIMATORS[cfg.kl_penalty]
 
     def __call__(
@@ -45,6 +46,7 @@ class PolicyObjective:
         denominators: Denominators,
         kl_coef: float,
         importance: Tensor | None = None,
+        selected: Tensor | None = None,
     ) -> tuple[Tensor, MetricSet]:
         """This micro-batch's share of the global loss; the shares of all micro-batches and ranks add up to it.
 
@@ -60,6 +62,7 @@ class PolicyObjective:
             kl_coef: coefficient of the KL term.
             importance: [R] float32, weights of the tokens' policy losses, taken as constants; None: all 1. KL and
                 entropy are not weighted: they are properties of the policy being trained at the tokens there are.
+            selected: [R] bool, tokens chosen by their covariance, for losses that need them.
 
         Returns:
             Scalar loss, and metrics `actor/*` as means over what the loss is a mean of.
@@ -79,8 +82,11 @@ class PolicyObjective:
 
         log_probs = clean(log_probs)
         old = log_probs.detach() if old_log_probs is None else clean(old_log_probs)
-        batch = PolicyBatch(log_probs, old, clean(advantages), counted, response_lengths)
+        chosen = None if selected is None else selected & counted
+        batch = PolicyBatch(log_probs, old, clean(advantages), counted, response_lengths, chosen)
         pg_loss, stats = self.policy_loss(batch, cfg)
+        log_ratio = batch.log_ratio.detach()
+        stats = {**stats, "ppo_kl": -log_ratio, "imp_ratio": clamp_log_ratio(log_ratio).exp()}
         if importance is not None:
             pg_loss = pg_loss * clean(importance.detach())
         loss = self._aggregate(pg_loss, batch, denominators)

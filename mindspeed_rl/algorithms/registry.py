@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import difflib
+import importlib.util
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Generic, TypeVar
+
+from mindspeed_rl.common.errors import ConfigError, Violation
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -47,3 +51,25 @@ class Registry(Generic[F]):
         near = difflib.get_close_matches(name, self._functions, n=1)
         hint = f"did you mean {near[0]!r}? " if near else ""
         raise ValueError(f"{self.key} = {name!r} is unknown; {hint}known: {', '.join(self._functions)}")
+
+
+_loaded: set[str] = set()
+
+
+def load_custom_algorithms(path: str | None) -> None:
+    """Run a user's file, once in a process, which registers what it defines.
+
+    Raises:
+        ConfigError: it raises an error, such as for a name that is taken.
+    """
+    if path is None or str(Path(path).resolve()) in _loaded:
+        return
+    spec = importlib.util.spec_from_file_location("custom_algorithms", path)
+    assert spec is not None
+    assert spec.loader is not None
+    try:
+        spec.loader.exec_module(importlib.util.module_from_spec(spec))
+    except Exception as error:
+        message = f"raised {type(error).__name__}: {error}"
+        raise ConfigError([Violation("rl_config.custom_algorithm_file", path, message)]) from error
+    _loaded.add(str(Path(path).resolve()))

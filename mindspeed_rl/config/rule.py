@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import difflib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from mindspeed_rl.common.errors import Violation
@@ -53,3 +54,9 @@ def near_multiples(value: int, factor: int) -> str:
     """The multiples of `factor` around `value`, as text."""
     below = value // factor * factor
     return " or ".join(str(number) for number in (below, below + factor) if number)
+
+
+def nearest(name: str, known: Sequence[str]) -> str:
+    """A hint for an unknown name: the one that was meant, or all that are known."""
+    near = difflib.get_close_matches(name, known, n=1)
+    return f"did you mean {near[0]}?" if near else f"known: {', '.join(known)}"

@@ -8,20 +8,24 @@ Ray, torch or a device is touched.
 
 from __future__ import annotations
 
-import difflib
 import importlib.util
 from collections.abc import Sequence
 from math import prod
 from typing import Any
 
 from mindspeed_rl.common.errors import ConfigError, Violation
-from mindspeed_rl.config import rules_devices, rules_experts, rules_rollout  # noqa: F401  # their rules register themselves
+from mindspeed_rl.config import (  # noqa: F401  # their rules register themselves
+    rules_algorithm,
+    rules_devices,
+    rules_experts,
+    rules_rollout,
+)
 from mindspeed_rl.config.files import actor_path, checkpoint_model, resolve_model, touches
 from mindspeed_rl.config.layout import model_parallel
 from mindspeed_rl.config.model import ModelConfig
-from mindspeed_rl.config.rule import CP, PP, RULES, TP, WORLD, Found, Rule, divides, rule
+from mindspeed_rl.config.rule import CP, PP, RULES, TP, WORLD, Found, Rule, divides, nearest, rule
 from mindspeed_rl.config.rules_memory import plan_fits_device
-from mindspeed_rl.config.schema import Config, RLConfig
+from mindspeed_rl.config.schema import Config
 
 VERIFIERS = (
     "acc",
@@ -283,40 +287,6 @@ def min_lr_below_lr(cfg: Config) -> Found:
         yield Violation(actor_path(cfg, "min_lr"), cfg.actor.min_lr, message, "the decay ends at min_lr: lower it")
 
 
-# ---------------------------------------------------------------- algorithm
-
-
-def _default(key: str) -> Any:
-    return RLConfig.model_fields[key].default
-
-
-@rule("rl_config.gamma", "rl_config.lam", "rl_config.adv_estimator")
-def discount_is_used(cfg: Config) -> Found:
-    estimator = cfg.rl_config.adv_estimator
-    for key in ("gamma", "lam"):
-        value = getattr(cfg.rl_config, key)
-        if value != _default(key):
-            message = f"adv_estimator = {estimator!r} rewards whole responses and does not use it"
-            yield Violation(f"rl_config.{key}", value, message, f"leave it at {_default(key)}")
-
-
-@rule("rl_config.kl_target", "rl_config.kl_horizon", "rl_config.kl_ctrl_type")
-def kl_controller_keys_are_used(cfg: Config) -> Found:
-    for key in ("kl_target", "kl_horizon"):
-        if cfg.rl_config.kl_ctrl_type == "fixed" and key in cfg.rl_config.model_fields_set:
-            message = "belongs to the adaptive controller, but kl_ctrl_type = 'fixed'"
-            hint = "set kl_ctrl_type: adaptive, or remove it"
-            yield Violation(f"rl_config.{key}", getattr(cfg.rl_config, key), message, hint)
-
-
-@rule("rl_config.kl_ctrl_type", "rl_config.init_kl_coef")
-def adaptive_kl_starts_above_zero(cfg: Config) -> Found:
-    """The controller multiplies the coefficient: from 0 it never leaves 0."""
-    if cfg.rl_config.kl_ctrl_type == "adaptive" and cfg.rl_config.init_kl_coef == 0:
-        hint = "set a positive init_kl_coef, or kl_ctrl_type: fixed"
-        yield Violation("rl_config.init_kl_coef", 0.0, "kl_ctrl_type = 'adaptive' scales it, and 0 stays 0", hint)
-
-
 # ---------------------------------------------------------------- rewards
 
 
@@ -324,9 +294,9 @@ def adaptive_kl_starts_above_zero(cfg: Config) -> Found:
 def verifiers_are_known(cfg: Config) -> Found:
     for index, name in enumerate(cfg.rl_config.verifier_function):
         if name not in VERIFIERS:
-            near = difflib.get_close_matches(name, VERIFIERS, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(VERIFIERS)}"
-            yield Violation(f"rl_config.verifier_function.{index}", name, "no such verifier", hint)
+            yield Violation(
+                f"rl_config.verifier_function.{index}", name, "no such verifier", nearest(name, VERIFIERS)
+            )
 
 
 @rule("rl_config.verifier_function", "rl_config.rule_reward")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mindspeed_rl.common.errors import Violation
-from mindspeed_rl.config.layout import prompts_in_generation, tokens_may_be_stale
+from mindspeed_rl.config.layout import prompts_in_generation
 from mindspeed_rl.config.rule import Found, rule
 from mindspeed_rl.config.schema import Config
 
@@ -21,39 +21,6 @@ def staleness_needs_devices_for_rollout(cfg: Config) -> Found:
     if rl.staleness and rl.blocking:
         message = "generates the next iterations while one trains, but blocking = True has stages wait for each other"
         yield Violation(path, rl.staleness, message, "set blocking: false, or staleness: 0")
-
-
-@rule(
-    "rl_config.rollout_is",
-    "rl_config.staleness",
-    "rl_config.partial_rollout_max_split",
-    "generate_config.sampling_config.logprobs",
-)
-def importance_needs_log_probs(cfg: Config) -> Found:
-    kind, logprobs = cfg.rl_config.rollout_is, cfg.generate_config.sampling_config.logprobs
-    if not logprobs and (kind == "token" or (kind == "stale" and tokens_may_be_stale(cfg))):
-        message = f"weighs tokens by their log-probs in rollout, but sampling_config.logprobs = {logprobs!r}"
-        yield Violation("rl_config.rollout_is", kind, message, "set logprobs: true, or rollout_is: off")
-
-
-@rule(
-    "rl_config.rollout_is_threshold",
-    "rl_config.rollout_is",
-    "rl_config.staleness",
-    "rl_config.partial_rollout_max_split",
-)
-def importance_threshold_is_used(cfg: Config) -> Found:
-    rl = cfg.rl_config
-    unused = {
-        "off": "weighs no token",
-        "stale": "weighs tokens of older policies, and staleness = 0, partial_rollout_max_split = 1",
-    }
-    if rl.rollout_is == "token" or (rl.rollout_is == "stale" and tokens_may_be_stale(cfg)):
-        return
-    if "rollout_is_threshold" in rl.model_fields_set:
-        message = f"bounds importance weights, but rollout_is = {rl.rollout_is!r} {unused[rl.rollout_is]}"
-        hint = "set rollout_is: token, or remove it"
-        yield Violation("rl_config.rollout_is_threshold", rl.rollout_is_threshold, message, hint)
 
 
 @rule("rl_config.balance_batch", "rl_config.guarantee_order")

@@ -62,14 +62,22 @@ class TrainingEngine(Protocol):
         micro_batches: Partition,
         temperature: float,
         entropy: bool,
+        limit: tuple[str, float] | None = None,
     ) -> MetricSet:
-        """One optimizer step on this data-parallel rank's share of a mini-batch."""
+        """One optimizer step on this data-parallel rank's share of a mini-batch.
+
+        limit: a metric that is a mean over the mini-batch, and the largest value with which the step is taken;
+        `actor/early_stopped` tells every rank whether it was not.
+        """
 
     def sum_over_data_parallel(self, values: Sequence[float]) -> list[float]:
         """Element-wise sum over the data-parallel ranks."""
 
     def max_over_data_parallel(self, values: Sequence[float]) -> list[float]:
         """Element-wise maximum over the data-parallel ranks."""
+
+    def gather_over_data_parallel(self, values: torch.Tensor) -> torch.Tensor:
+        """[n] float32 of every data-parallel rank, [ranks, n] on the host."""
 
     def export_weights(
         self, bucket_bytes: int, rollout: RolloutLayout | None = None

@@ -90,9 +90,9 @@ class GRPOTrainer:
         samples = self._started.pop(self.iteration)
         if self.rl.blocking:
             report.add(self.watch.wait(samples))
-            report.add(self.watch.wait([self._start_reward("score", self.iteration)]))
+            report.add(self.watch.wait([self._start_rewards(self.iteration)]))
             report.add(self.watch.wait(self.fleet.score(self.iteration)))
-            report.add(self.watch.wait([self._start_reward("compute_advantages", self.iteration)]))
+            report.add(self.watch.wait([self._start_advantages(self.iteration)]))
         else:
             report.add(self.watch.wait(samples + self.fleet.score(self.iteration)))
         report.add(self.watch.wait(self.fleet.update(self.iteration, kl_coef)))
@@ -103,8 +103,8 @@ class GRPOTrainer:
         """Put prompts and have them answered; without `blocking`, rewards and advantages follow on their own."""
         self._positions[iteration] = self.sampler.state_dict()
         self._put_prompts(iteration)
-        rewards = () if self.rl.blocking else ("score", "compute_advantages")
-        self._started[iteration] = [self._start_reward(method, iteration) for method in rewards]
+        starts = () if self.rl.blocking else (self._start_rewards, self._start_advantages)
+        self._started[iteration] = [start(iteration) for start in starts]
         self._started[iteration] += self.fleet.generate(iteration)
 
     def _put_prompts(self, iteration: int) -> None:
@@ -141,9 +141,12 @@ class GRPOTrainer:
         self.dock.clear(self.iteration)
         del self._positions[self.iteration]
 
-    def _start_reward(self, method: str, iteration: int) -> Any:
-        future = getattr(self.reward, method).remote(iteration)
-        return self.watch.add(future, Call(-1, method, iteration + 1))
+    def _start_rewards(self, iteration: int) -> Any:
+        return self.watch.add(self.reward.score.remote(iteration), Call(-1, "score", iteration + 1))
+
+    def _start_advantages(self, iteration: int) -> Any:
+        future = self.reward.compute_advantages.remote(iteration, self.kl_controller.value)
+        return self.watch.add(future, Call(-1, "compute_advantages", iteration + 1))
 
     def _log(self, report: StepReport, kl_coef: float) -> None:
         waited = self.dock.stats()["wait_seconds"]

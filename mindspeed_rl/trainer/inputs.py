@@ -11,13 +11,17 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from mindspeed_rl.algorithms.advantages import ADVANTAGES
+from mindspeed_rl.algorithms.kl import KL_ESTIMATORS
+from mindspeed_rl.algorithms.losses import POLICY_LOSSES
+from mindspeed_rl.algorithms.registry import Registry, load_custom_algorithms
 from mindspeed_rl.checkpoint.hf import HFWeights, is_hf_folder
 from mindspeed_rl.checkpoint.state import CheckpointReader, CheckpointStore
 from mindspeed_rl.common.errors import CheckpointError, ConfigError, Violation
 from mindspeed_rl.config.files import HF_FOLDER, actor_path, resolve_model
 from mindspeed_rl.config.layout import Layout, derive_layout
 from mindspeed_rl.config.model import ModelConfig
-from mindspeed_rl.config.schema import Config
+from mindspeed_rl.config.schema import Config, RLConfig
 from mindspeed_rl.data.prompts import PromptDataset, load_prompts
 from mindspeed_rl.data.sampler import PromptSampler
 from mindspeed_rl.data.tokenizer import check_tokenizer, load_tokenizer
@@ -58,6 +62,7 @@ def prepare(config: Config) -> Inputs:
         names = HFWeights(folder).names if is_hf_folder(folder) else CheckpointReader(folder).weight_names
         check_hf_names(model, names)
     RewardManager(config.rl_config).close()  # verifiers load, or say why not
+    _check_algorithms(config.rl_config)
     trust = config.generate_config.trust_remote_code
     tokenizer = load_tokenizer(actor.tokenizer_name_or_path or source.hf_folder, trust)
     check_tokenizer(tokenizer, model)
@@ -74,6 +79,21 @@ def prepare(config: Config) -> Inputs:
     return Inputs(model, layout, source, state, tokenizer, dataset, sampler, store)
 
 
+def _check_algorithms(rl: RLConfig) -> None:
+    """Names that a user's file registers are known from now on; others are not."""
+    load_custom_algorithms(rl.custom_algorithm_file)
+    violations = []
+    registries: tuple[Registry[Any], ...] = (ADVANTAGES, POLICY_LOSSES, KL_ESTIMATORS)
+    for registry in registries:
+        name = getattr(rl, registry.key.removeprefix("rl_config."))
+        if name not in registry.names():
+            known = f"known: {', '.join(registry.names())}"
+            message = f"is registered neither here nor in custom_algorithm_file = {rl.custom_algorithm_file}"
+            violations.append(Violation(registry.key, name, message, known))
+    if violations:
+        raise ConfigError(violations)
+
+
 def generation_keys(config: Config) -> dict[str, Any]:
     """Keys that shape an iteration in the TransferDock, and the values that unfinished responses depend on."""
     rl = config.rl_config
@@ -87,6 +107,9 @@ def generation_keys(config: Config) -> dict[str, Any]:
         "guarantee_order",
         "balance_batch",
         "epochs",
+        "recompute_logprobs",
+        "use_kl_in_reward",
+        "loss_type",
     )
     return {
         **{f"rl_config.{name}": getattr(rl, name) for name in names},

@@ -5,13 +5,16 @@ from __future__ import annotations
 import logging
 import math
 import threading
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from mindspeed_rl.algorithms.advantages import compute_advantages
+from mindspeed_rl.algorithms.advantages import compute_advantages, needs_whole_batch
+from mindspeed_rl.algorithms.kl import KL_ESTIMATORS
+from mindspeed_rl.algorithms.registry import load_custom_algorithms
 from mindspeed_rl.common.logging import setup_logging
 from mindspeed_rl.common.metric import MetricSet
 from mindspeed_rl.common.timing import Span, Timings
@@ -21,6 +24,7 @@ from mindspeed_rl.rewards.manager import RewardManager
 from mindspeed_rl.rewards.verifiers import RewardSample
 from mindspeed_rl.transfer_dock.jagged import Jagged
 from mindspeed_rl.transfer_dock.spec import Claim, TransferDock
+from mindspeed_rl.workers.stages import advantage_columns, old_log_probs_column
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +55,7 @@ class RewardWorker:
         setup_logging(log_folder, "reward", capture=True)
         self.config, self.layout, self.tokenizer, self.dock = config, layout, tokenizer, dock
         self.manager = RewardManager(config.rl_config)
+        load_custom_algorithms(config.rl_config.custom_algorithm_file)
         self.scoring = threading.Lock()  # of one iteration at a time
         # rollout works iterations off in turn, and their rewards wait side by side
         self.timeout = 60 * config.rl_config.stage_timeout_minutes * (1 + config.rl_config.staleness)
@@ -78,7 +83,9 @@ class RewardWorker:
                 ]
                 with self.scoring:
                     result = self.manager.score(samples)
-                self.dock.ack(claim, {"rewards": result.total})
+                penalties = [self._overlong_penalty(len(response)) for response in columns["responses"]]
+                rewards = [reward - penalty for reward, penalty in zip(result.total, penalties, strict=True)]
+                self.dock.ack(claim, {"rewards": rewards})
             report.metrics.merge(result.metrics())
             for name, messages in result.messages.items():
                 if messages:  # one of them shows what is wrong; all are counted
@@ -91,8 +98,19 @@ class RewardWorker:
                         claim.rows[index],
                         message,
                     )
-            self._add_metrics(report, columns, samples, result.total)
+            if self.config.rl_config.overlong_buffer_enable:
+                report.metrics.mean("reward/overlong_penalty", penalties)
+            self._add_metrics(report, columns, samples, rewards)
         return report
+
+    def _overlong_penalty(self, length: int) -> float:
+        """Soft punishment of responses of nearly `max_tokens` (DAPO, arXiv:2503.14476, section 3.4)."""
+        rl, longest = self.config.rl_config, self.config.generate_config.sampling_config.max_tokens
+        if not rl.overlong_buffer_enable:
+            return 0.0
+        assert rl.overlong_buffer is not None, "the configuration was checked"
+        excess = length - (longest - rl.overlong_buffer)
+        return max(0.0, excess / rl.overlong_buffer * rl.overlong_buffer_penalty_factor)
 
     def _add_metrics(
         self, report: RewardReport, columns: dict[str, list[Any]], samples: list[RewardSample], rewards: list[float]
@@ -124,26 +142,56 @@ class RewardWorker:
                 {"prompt": sample.prompt, "response": sample.response, "label": sample.label, "reward": reward}
             )
 
-    def compute_advantages(self, iteration: int) -> RewardReport:
-        """Advantages and loss mask of every group, as soon as all its rewards are there."""
+    def compute_advantages(self, iteration: int, kl_coef: float) -> RewardReport:
+        """Advantages and loss mask of every group, as soon as all its rewards are there.
+
+        kl_coef: what the KL to the reference weighs, with `use_kl_in_reward`.
+        """
         timings, metrics, rl = Timings(iteration), MetricSet(), self.config.rl_config
-        while (claim := self._claim("advantage", timings)) is not None:
+        for claims in self._advantage_claims(timings):
             with timings("adv"):
-                columns = self.dock.get(claim, ("rewards", "responses"))
-                rewards = torch.as_tensor(columns["rewards"], dtype=torch.float32)
+                parts = [self.dock.get(claim, advantage_columns(self.config)) for claim in claims]
+                columns = {name: [value for part in parts for value in part[name]] for name in parts[0]}
+                rewards = torch.tensor([float(reward) for reward in columns["rewards"]])
                 lengths = torch.tensor([len(response) for response in columns["responses"]])
-                groups = torch.tensor(claim.rows) // rl.n_samples_per_prompt
+                groups = torch.tensor([row for claim in claims for row in claim.rows]) // rl.n_samples_per_prompt
                 # samples whose scoring failed do not train
                 mask = torch.repeat_interleave(torch.isfinite(rewards).float(), lengths)
-                advantages = compute_advantages(rl.adv_estimator, rewards, groups, mask, lengths, rl)
-                results = {"advantages": Jagged(advantages, lengths), "loss_mask": Jagged(mask, lengths)}
-                self.dock.ack(claim, results)
+                penalties = self._kl_penalties(columns, kl_coef) if rl.use_kl_in_reward else None
+                advantages = compute_advantages(rl.adv_estimator, rewards, groups, mask, lengths, rl, penalties)
+                self._put_advantages(claims, advantages, mask, lengths)
             for group in groups.unique():
                 scored = rewards[(groups == group) & torch.isfinite(rewards)]
                 metrics.mean(
                     "reward/zero_variance_groups", float(len(scored) == 0 or bool((scored == scored[0]).all()))
                 )
         return RewardReport(timings.spans, metrics)
+
+    def _advantage_claims(self, timings: Timings) -> Iterator[list[Claim]]:
+        """Claims whose advantages are computed together: all of the iteration, or each on its own."""
+        whole = needs_whole_batch(self.config.rl_config.adv_estimator)
+        rows, claims = self.layout.sequences_per_iteration, list[Claim]()
+        while (claim := self._claim("advantage", timings)) is not None:
+            claims.append(claim)
+            # to ask for more than there is would wait for what is claimed here to be acknowledged
+            if not whole or sum(len(claim.rows) for claim in claims) == rows:
+                yield claims
+                claims = []
+
+    def _put_advantages(
+        self, claims: Sequence[Claim], advantages: torch.Tensor, mask: torch.Tensor, lengths: torch.Tensor
+    ) -> None:
+        sizes = [len(claim.rows) for claim in claims]
+        tokens = [int(part.sum()) for part in lengths.split(sizes)]
+        parts = zip(claims, lengths.split(sizes), advantages.split(tokens), mask.split(tokens), strict=True)
+        for claim, of_rows, of_tokens, counted in parts:
+            self.dock.ack(claim, {"advantages": Jagged(of_tokens, of_rows), "loss_mask": Jagged(counted, of_rows)})
+
+    def _kl_penalties(self, columns: Mapping[str, Any], kl_coef: float) -> torch.Tensor:
+        """What every token's reward is reduced by, [R] float32."""
+        estimate = KL_ESTIMATORS[self.config.rl_config.kl_penalty]
+        names = (old_log_probs_column(self.config), "reference_log_probs")
+        return kl_coef * estimate(*(torch.cat(columns[name]) for name in names))
 
     @staticmethod
     def concurrent_calls(config: Config) -> int:

@@ -7,6 +7,7 @@ from functools import partial
 
 import numpy as np
 
+from mindspeed_rl.algorithms.covariance import COV_LOSSES
 from mindspeed_rl.config.files import resolve_model
 from mindspeed_rl.config.layout import Layout, tokens_may_be_stale
 from mindspeed_rl.config.model import ModelConfig
@@ -60,9 +61,28 @@ def uses_partial_rollout(config: Config) -> bool:
 
 
 def uses_old_log_probs(config: Config) -> bool:
-    """False if every update starts from the policy that generated: the training pass then yields the same values."""
+    """Whether they are computed in a pass of their own.
+
+    Not if every update starts from the policy that generated, as the training pass yields the same values then, nor
+    if those of rollout are taken instead.
+    """
     rl = config.rl_config
-    return tokens_may_be_stale(config) or rl.epochs > 1 or rl.mini_batch_size < config.actor.global_batch_size
+    if not rl.recompute_logprobs:
+        return False
+    needed_before = rl.use_kl_in_reward or rl.loss_type in COV_LOSSES
+    off_policy = tokens_may_be_stale(config) or rl.epochs > 1 or rl.mini_batch_size < config.actor.global_batch_size
+    return needed_before or off_policy
+
+
+def old_log_probs_column(config: Config) -> str:
+    """Where log-probs of the policy before the update are, if any stage needs them beside the training pass."""
+    return "old_log_probs" if config.rl_config.recompute_logprobs else "rollout_log_probs"
+
+
+def advantage_columns(config: Config) -> tuple[str, ...]:
+    """What advantages are computed from."""
+    kl = ("reference_log_probs", old_log_probs_column(config)) if config.rl_config.use_kl_in_reward else ()
+    return ("rewards", "responses", *kl)
 
 
 def scoring_stages(config: Config) -> list[str]:
@@ -104,7 +124,7 @@ def dock_spec(config: Config, layout: Layout) -> DockSpec:
             stage: ConsumerSpec(needs=sequences, shares=layout.dp, puts=(SCORING[stage].column,))
             for stage in scoring_stages(config)
         },
-        "advantage": ConsumerSpec(needs=("rewards", "responses"), grouped=True, puts=("advantages", "loss_mask")),
+        "advantage": ConsumerSpec(needs=advantage_columns(config), grouped=True, puts=("advantages", "loss_mask")),
         "update": ConsumerSpec(
             needs=(*sequences, *update_columns(config)),
             shares=layout.dp,

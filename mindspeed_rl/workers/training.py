@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
 from mindspeed_rl.algorithms.aggregation import count
-from mindspeed_rl.algorithms.importance import truncated_weights, weight_metrics
+from mindspeed_rl.algorithms.covariance import COV_LOSSES, Collectives, select_tokens, token_noise
+from mindspeed_rl.algorithms.importance import importance_weights
 from mindspeed_rl.algorithms.mismatch import mismatch_metrics
 from mindspeed_rl.algorithms.policy_objective import PolicyObjective
+from mindspeed_rl.algorithms.registry import load_custom_algorithms
 from mindspeed_rl.checkpoint.background import BackgroundWriter
 from mindspeed_rl.checkpoint.hf import HFWeights, is_hf_folder
 from mindspeed_rl.checkpoint.state import CheckpointReader, CheckpointStore
@@ -25,7 +27,7 @@ from mindspeed_rl.transfer_dock.spec import Claim
 from mindspeed_rl.types import Denominators, RolloutBatch
 from mindspeed_rl.workers.context import Context, Source
 from mindspeed_rl.workers.control import ControlGroup
-from mindspeed_rl.workers.stages import SCORING, uses_reference
+from mindspeed_rl.workers.stages import SCORING, old_log_probs_column, uses_reference
 
 if TYPE_CHECKING:
     from mindspeed_rl.engine.base import TrainingEngine
@@ -62,6 +64,7 @@ class Training:
             self._start_weights(source.weights),
             with_reference=uses_reference(self.config),
         )
+        load_custom_algorithms(self.rl.custom_algorithm_file)
         self.objective = PolicyObjective(self.rl, horizon=self.sampling.max_tokens)
         self.writer = BackgroundWriter(context.device)
         if source.state is not None:
@@ -159,17 +162,23 @@ class Training:
         for claim in self._claims("update", timings):
             with timings("update"):
                 batch = self._fetch(claim)
+                if self.rl.loss_type in COV_LOSSES:
+                    batch.columns["selected"] = self._selected(batch, claim.rows, timings.iteration)
                 if self.rl.epochs > 1:
                     mini_batches.append(batch)
-                metrics.merge(self._train(batch, kl_coef, timings.iteration))
+                self._train(batch, kl_coef, timings.iteration, metrics)
                 if self.replica.is_leader:
                     self.dock.ack(claim)
         for batch in mini_batches * (self.rl.epochs - 1):
             with timings("update"):
-                metrics.merge(self._train(batch, kl_coef, timings.iteration))
+                self._train(batch, kl_coef, timings.iteration, metrics)
         return metrics
 
-    def _train(self, batch: RolloutBatch, kl_coef: float, iteration: int) -> MetricSet:
+    def _train(self, batch: RolloutBatch, kl_coef: float, iteration: int, metrics: MetricSet) -> None:
+        """An update, whose metrics are added to those of the iteration's earlier ones; none after one not made."""
+        if (stopped := metrics.get("actor/early_stopped")) and stopped.value:
+            metrics.mean("actor/early_stopped", 1.0)
+            return
         local = count(torch.cat(batch.columns["loss_mask"]), batch.response_lengths)
         cost = sum(sequence_costs(batch.lengths, self.model))
         needed = len(self._micro_batches(batch, "update"))
@@ -183,46 +192,62 @@ class Training:
             micro: RolloutBatch, log_probs: torch.Tensor, entropy: torch.Tensor | None
         ) -> tuple[torch.Tensor, MetricSet]:
             columns = {name: torch.cat(values).to(log_probs.device) for name, values in micro.columns.items()}
-            old = columns.get("old_log_probs", log_probs.detach())
-            importance = self._importance(columns, old, iteration)
-            value, metrics = self.objective(
+            lengths = micro.response_lengths.to(log_probs.device)
+            old = columns.get(old_log_probs_column(self.config), log_probs.detach())
+            importance, of_weights = self._importance(columns, old, lengths, iteration)
+            value, found = self.objective(
                 log_probs=log_probs,
                 entropy=entropy,
                 old_log_probs=old,
                 ref_log_probs=columns.get("reference_log_probs"),
                 advantages=columns["advantages"],
                 mask=columns["loss_mask"],
-                response_lengths=micro.response_lengths.to(log_probs.device),
+                response_lengths=lengths,
                 denominators=denominators,
-                kl_coef=kl_coef,
+                kl_coef=0.0 if self.rl.use_kl_in_reward else kl_coef,
                 importance=importance,
+                selected=columns.get("selected"),
             )
-            mask = columns["loss_mask"]
-            if importance is not None:
-                metrics.merge(weight_metrics(importance, self.rl.rollout_is_threshold, mask))
+            found.merge(of_weights)
             if "policy_versions" in columns:
                 age = iteration - columns["policy_versions"]
-                metrics.mean("staleness/mean", age, unit="iterations")
-                metrics.max("staleness/max", age, unit="iterations")
+                found.mean("staleness/mean", age, unit="iterations")
+                found.max("staleness/max", age, unit="iterations")
             if "rollout_log_probs" in columns:
-                metrics.merge(mismatch_metrics(old, columns["rollout_log_probs"], mask))
-            return value, metrics
+                before = old if self.rl.recompute_logprobs else log_probs
+                found.merge(mismatch_metrics(before, columns["rollout_log_probs"], columns["loss_mask"]))
+            return value, found
 
-        metrics = self.engine.train_mini_batch(batch, loss, passes, self.sampling.temperature, entropy=True)
+        ratio = self.rl.early_stop_imp_ratio
+        limit = None if ratio is None else ("actor/imp_ratio", ratio)
+        metrics.merge(
+            self.engine.train_mini_batch(batch, loss, passes, self.sampling.temperature, entropy=True, limit=limit)
+        )
         metrics.mean("update/imbalance", largest_cost * self.layout.dp / whole_cost)
-        return metrics
 
     def _importance(
-        self, columns: Mapping[str, torch.Tensor], old: torch.Tensor, iteration: int
-    ) -> torch.Tensor | None:
-        """Weights [R] of the tokens' policy losses; None: all 1."""
-        kind, threshold = self.rl.rollout_is, self.rl.rollout_is_threshold
-        if kind == "token":
-            return truncated_weights(old, columns["rollout_log_probs"], threshold)
-        if kind == "stale" and "policy_versions" in columns:
-            stale = columns["policy_versions"] < iteration
-            return truncated_weights(old, columns["rollout_log_probs"], threshold, stale)
-        return None
+        self, columns: Mapping[str, torch.Tensor], old: torch.Tensor, lengths: torch.Tensor, iteration: int
+    ) -> tuple[torch.Tensor | None, MetricSet]:
+        """Weights [R] of the tokens' policy losses, None: all 1; and metrics of them."""
+        corrected = None
+        if self.rl.rollout_is == "stale" and "policy_versions" in columns:
+            corrected = columns["policy_versions"] < iteration
+        elif self.rl.rollout_is != "all":
+            return None, MetricSet()
+        rollout, mask = columns["rollout_log_probs"], columns["loss_mask"]
+        return importance_weights(self.rl, old, rollout, mask, lengths, corrected)
+
+    def _selected(self, batch: RolloutBatch, rows: Sequence[int], iteration: int) -> list[torch.Tensor]:
+        """The tokens that Clip-Cov or KL-Cov treats apart, B x [response length] bool."""
+        noise = [
+            token_noise(self.config.actor.seed, iteration, row, len(response))
+            for row, response in zip(rows, batch.responses, strict=True)
+        ]
+        names = (old_log_probs_column(self.config), "advantages", "loss_mask")
+        old, advantages, mask = (torch.cat(batch.columns[name]) for name in names)
+        collectives = Collectives(self.engine.sum_over_data_parallel, self.engine.gather_over_data_parallel)
+        chosen = select_tokens(self.rl, old, advantages, mask, torch.cat(noise), collectives)
+        return list(chosen.split(batch.response_lengths.tolist()))
 
     def save(self, root: str, iteration: int) -> None:
         """Write this rank's part of a checkpoint that the driver has begun and will commit."""

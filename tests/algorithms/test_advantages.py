@@ -6,49 +6,148 @@ import numpy as np
 import pytest
 import torch
 
-from mindspeed_rl.algorithms.advantages import ADVANTAGES, compute_advantages
-from mindspeed_rl.config.schema import RLConfig
+from mindspeed_rl.algorithms.advantages import ADVANTAGES, backward_scan, compute_advantages, needs_whole_batch
+from mindspeed_rl.config.schema import ADV_ESTIMATORS, RLConfig
 
 CFG = RLConfig()
 
 
-def reference_group_norm(rewards, groups, lengths, mask):
-    """Textbook loops: a mean and an unbiased deviation a group, failed samples left out."""
-    per_sequence = np.zeros(len(rewards))
-    for i, (reward, group) in enumerate(zip(rewards, groups, strict=True)):
-        if math.isnan(reward):
-            continue
-        members = [r for r, g in zip(rewards, groups, strict=True) if g == group and not math.isnan(r)]
-        if len(members) == 1:
-            per_sequence[i] = reward
-            continue
-        mean = sum(members) / len(members)
-        variance = sum((r - mean) ** 2 for r in members) / (len(members) - 1)
-        per_sequence[i] = (reward - mean) / (math.sqrt(variance) + 1e-6)
-    return np.repeat(per_sequence, lengths) * mask
+def by_group(rewards, groups):
+    """Positions of the scored samples of each group."""
+    scored = [i for i, reward in enumerate(rewards) if not math.isnan(reward)]
+    return [[i for i in scored if groups[i] == group] for group in sorted(set(groups))]
 
 
-def run(rewards, groups, lengths, mask=None, name="group_norm"):
+def whitened(tokens, mask):
+    counted = [x for x, m in zip(tokens, mask, strict=True) if m]
+    if not counted:
+        return np.zeros(len(tokens))
+    mean = sum(counted) / len(counted)
+    variance = sum((x - mean) ** 2 for x in counted) / max(len(counted) - 1, 1)
+    return np.array([(x - mean) / math.sqrt(variance + 1e-8) for x in tokens])
+
+
+def reference(name, rewards, groups, lengths, mask, cfg, penalties):
+    """Textbook loops, sample by sample; failed ones are left out."""
+    ends = np.cumsum(lengths)
+    starts = ends - lengths
+    penalty = [(penalties * mask)[start:end].sum() for start, end in zip(starts, ends, strict=True)]
+    totals = [r - p for r, p in zip(rewards, penalty, strict=True)]
+    a = np.zeros(len(rewards))
+    for members in by_group(rewards, groups):
+        scores = [totals[i] for i in members]
+        n = len(members)
+        mean = sum(scores) / n if n else 0.0
+        std = math.sqrt(sum((x - mean) ** 2 for x in scores) / (n - 1)) if n > 1 else 0.0
+        scale = 1 / (std + 1e-6) if cfg.norm_adv_by_std else 1.0
+        size = sum(lengths[i] for i in members)
+        for i in members:
+            others = [totals[j] for j in members if j != i]
+            if name in ("group_norm", "grpo"):
+                a[i] = totals[i] if n == 1 else (totals[i] - mean) * scale
+            elif name == "rloo":
+                a[i] = totals[i] - (sum(others) / (n - 1) if others else 0.0)
+            elif name == "opo":
+                weighted = sum(lengths[j] * totals[j] for j in members) / size if size else mean
+                a[i] = totals[i] if n == 1 else totals[i] - weighted
+            elif name == "gpg":
+                a[i] = totals[i] - mean if any(x != scores[0] for x in scores) else 0.0
+            elif name == "reinforce_plus_plus_baseline":
+                a[i] = totals[i] if n == 1 else totals[i] - mean
+        if name == "grpo_passk" and n > 1:
+            best, second, *_ = sorted(members, key=lambda i: -totals[i])
+            a[best] = (totals[best] - totals[second]) * scale
+    if name == "gpg":
+        groups_of = by_group(rewards, groups)
+        teaching = sum(len(m) for m in groups_of if any(totals[i] != totals[m[0]] for i in m))
+        a *= sum(map(len, groups_of)) / max(teaching, 1)
+    tokens = np.repeat(a, lengths)
+    if name == "reinforce_plus_plus":
+        for reward, start, end in zip(rewards, starts, ends, strict=True):
+            later = 0.0 if math.isnan(reward) else reward
+            for t in range(end - 1, start - 1, -1):
+                if t < end - 1 and mask[t]:
+                    later *= cfg.gamma
+                elif t == end - 1:
+                    pass
+                later -= penalties[t] * mask[t]
+                tokens[t] = later
+    if name.startswith("reinforce"):
+        tokens = whitened(tokens, mask)
+    return tokens * mask
+
+
+def run(rewards, groups, lengths, mask=None, name="group_norm", cfg=CFG, penalties=None):
     lengths = torch.tensor(lengths, dtype=torch.int64)
     mask = torch.ones(int(lengths.sum())) if mask is None else torch.tensor(mask, dtype=torch.float32)
     rewards = torch.tensor(rewards, dtype=torch.float32)
-    return compute_advantages(name, rewards, torch.tensor(groups), mask, lengths, CFG)
+    penalties = None if penalties is None else torch.tensor(penalties)
+    return compute_advantages(name, rewards, torch.tensor(groups), mask, lengths, cfg, penalties)
+
+
+SETTINGS = [(name, {}) for name in ADV_ESTIMATORS]
+SETTINGS += [(name, {"norm_adv_by_std": False}) for name in ("group_norm", "grpo_passk")]
+SETTINGS += [("reinforce_plus_plus", {"gamma": 0.9})]
 
 
 @pytest.mark.parametrize("seed", range(20))
-@pytest.mark.parametrize("name", ["group_norm", "grpo"])
-def test_group_norm_equals_reference_on_ragged_batches(seed, name):
-    rng = np.random.default_rng(seed)
+@pytest.mark.parametrize(("name", "settings"), SETTINGS)
+def test_estimators_equal_the_reference_on_ragged_batches(seed, name, settings):
+    rng, cfg = np.random.default_rng(seed), RLConfig(adv_estimator=name, **settings)
     batch = int(rng.integers(1, 40))
     groups = rng.integers(0, 9, batch) * 1000 - 3000  # any integers, in any order
-    rewards = rng.normal(size=batch).astype(np.float32)
+    rewards = rng.integers(0, 3, batch).astype(np.float32) / 2  # equal ones within groups
     rewards[rng.random(batch) < 0.15] = np.nan
     lengths = rng.integers(0, 7, batch)
     mask = (rng.random(lengths.sum()) < 0.8).astype(np.float32)
-    result = run(rewards.tolist(), groups.tolist(), lengths.tolist(), mask.tolist(), name)
-    expected = reference_group_norm(rewards.astype(np.float64).tolist(), groups.tolist(), lengths, mask)
+    mask *= np.repeat(~np.isnan(rewards), lengths)  # as whoever calls does
+    penalties = rng.normal(0, 0.1, len(mask)) if seed % 2 else np.zeros(len(mask))
+    result = run(rewards.tolist(), groups.tolist(), lengths.tolist(), mask.tolist(), name, cfg, penalties)
+    arguments = (rewards.astype(np.float64).tolist(), groups.tolist(), lengths, mask, cfg, penalties)
     assert result.dtype == torch.float32
-    np.testing.assert_allclose(result.numpy(), expected, rtol=2e-6, atol=1e-6)
+    np.testing.assert_allclose(result.numpy(), reference(name, *arguments), rtol=2e-6, atol=2e-6)
+
+
+def test_rewards_to_go_are_discounted_by_counted_tokens():
+    cfg = RLConfig(adv_estimator="reinforce_plus_plus", gamma=0.5)
+    groups, lengths = [0, 1], [3, 2]
+    mask = [1.0, 0.0, 1.0, 1.0, 1.0]
+    result = run([8.0, 0.0], groups, lengths, mask, "reinforce_plus_plus", cfg)
+    to_go = np.array([4.0, 8.0, 8.0, 0.0, 0.0])  # the token between does not count and takes no time
+    np.testing.assert_allclose(result, whitened(to_go, mask) * mask, rtol=1e-6)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_backward_scan_equals_a_loop(seed):
+    rng = np.random.default_rng(seed)
+    lengths = rng.integers(0, 9, 12)
+    values, factors = rng.normal(size=lengths.sum()), rng.random(lengths.sum())
+    expected, start = np.zeros(len(values)), 0
+    for length in lengths:
+        following = 0.0
+        for t in range(start + length - 1, start - 1, -1):
+            following = expected[t] = values[t] + factors[t] * following
+        start += length
+    result = backward_scan(torch.tensor(values), torch.tensor(factors), torch.tensor(lengths))
+    np.testing.assert_allclose(result, expected, rtol=1e-13)
+
+
+@pytest.mark.parametrize("name", ADV_ESTIMATORS)
+def test_batches_that_teach_nothing(name):
+    """Empty, all failed, all responses empty; and equal rewards in all groups give exactly 0 where all have one."""
+    assert run([], [], [], name=name).shape == (0,)
+    assert run([math.nan, math.nan], [0, 0], [2, 1], [0.0] * 3, name=name).tolist() == [0.0] * 3
+    assert run([1.0, 0.0], [0, 0], [0, 0], name=name).shape == (0,)
+    assert torch.equal(run([0.1] * 6, [0, 0, 0, 1, 1, 1], [3] * 6, name=name), torch.zeros(18))
+
+
+def test_which_estimators_wait_for_the_whole_iteration():
+    """Those that do not give the same for a group, whatever other groups there are."""
+    rewards, groups, lengths = [1.0, 0.0, 0.0, 1.0, 1.0, 1.0], [0, 0, 0, 1, 1, 1], [1, 2, 3, 1, 1, 2]
+    for name in ADV_ESTIMATORS:
+        whole = run(rewards, groups, lengths, name=name)
+        alone = run(rewards[:3], groups[:3], lengths[:3], name=name)
+        assert needs_whole_batch(name) == (not torch.equal(whole[:6], alone)), name
 
 
 def test_known_values():
@@ -104,5 +203,4 @@ def test_bad_inputs_name_the_value():
 
 
 def test_every_configurable_name_is_registered():
-    choices = RLConfig.model_fields["adv_estimator"].annotation.__args__
-    assert set(choices) == set(ADVANTAGES.names())
+    assert set(ADV_ESTIMATORS) == set(ADVANTAGES.names())

@@ -1,45 +1,103 @@
-"""Truncated importance weights and the policy loss they weigh, against NumPy, with the gradient."""
+"""Importance weights of every level and mode and the policy loss they weigh, against NumPy, with the gradient."""
+
+import math
 
 import numpy as np
 import pytest
 import torch
 
-from mindspeed_rl.algorithms.importance import truncated_weights, weight_metrics
+from mindspeed_rl.algorithms.importance import importance_weights
 from mindspeed_rl.algorithms.policy_objective import PolicyObjective
 from mindspeed_rl.config.schema import RLConfig
 from mindspeed_rl.metrics.names import METRICS
 from mindspeed_rl.types import Denominators
 
+LENGTHS = [60, 0, 1, 99, 40]
 
-def columns(seed: int) -> dict[str, np.ndarray]:
+
+def columns(seed: int, spread: float = 0.8) -> dict[str, np.ndarray]:
     """Log-probs of 200 tokens under the policy now, before the update, and when they were sampled."""
     rng = np.random.default_rng(seed)
     old = -rng.exponential(1.5, 200)
     return {
         "now": old + rng.normal(0, 0.3, 200),
         "old": old,
-        "rollout": old + rng.normal(0, 0.8, 200),
+        "rollout": old + rng.normal(0, spread, 200),
         "advantages": rng.normal(size=200),
         "mask": (rng.random(200) < 0.8) * 1.0,
         "stale": rng.random(200) < 0.5,
     }
 
 
-@pytest.mark.parametrize("threshold", [0.5, 1.0, 2.0, 1e9])
+def expected_weights(cfg: RLConfig, c: dict[str, np.ndarray], corrected: np.ndarray) -> tuple[np.ndarray, float]:
+    """Sequence by sequence; and the share of sequences under a veto."""
+    found, vetoes, start = [], 0, 0
+    for length in LENGTHS:
+        part = slice(start, start + length)
+        start += length
+        counts = (c["mask"][part] > 0) & corrected[part]
+        d = np.where(counts, c["old"][part] - c["rollout"][part], 0.0)
+        if cfg.rollout_is_level == "token":
+            raw = np.exp(d)
+        elif cfg.rollout_is_level == "sequence":
+            raw = np.full(length, math.exp(min(max(d.sum(), -20), 20)))
+        else:
+            raw = np.full(length, math.exp(d.sum() / max(counts.sum(), 1)))
+        if cfg.rollout_is_mode == "truncate":
+            weights = np.minimum(raw, cfg.rollout_is_threshold)
+        else:
+            lower = cfg.rollout_is_threshold_lower
+            lower = 1 / cfg.rollout_is_threshold if lower is None else lower
+            weights = np.where((raw >= lower) & (raw <= cfg.rollout_is_threshold), raw, 0.0)
+        if cfg.rollout_is_veto_threshold and (np.exp(d) < cfg.rollout_is_veto_threshold).any():
+            weights, vetoes = np.zeros(length), vetoes + 1
+        found.append(weights)
+    return np.concatenate(found), vetoes / len(LENGTHS)
+
+
 @pytest.mark.parametrize("which", ["all", "stale"])
-def test_weights_are_truncated_ratios(threshold: float, which: str) -> None:
-    c = columns(0)
-    stale = torch.tensor(c["stale"]) if which == "stale" else None
-    weights = truncated_weights(torch.tensor(c["old"]), torch.tensor(c["rollout"]), threshold, stale)
-    expected = np.minimum(np.exp(c["old"] - c["rollout"]), threshold)
-    if which == "stale":
-        expected = np.where(c["stale"], expected, 1.0)
-    np.testing.assert_allclose(weights, expected, rtol=1e-14)
+@pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"rollout_is_threshold": 1e9},
+        {"rollout_is_mode": "mask"},
+        {"rollout_is_mode": "mask", "rollout_is_threshold": 4.0, "rollout_is_threshold_lower": 0.0},
+        {"rollout_is_veto_threshold": 0.3},
+    ],
+)
+def test_weights_equal_the_formula(level: str, settings: dict, which: str) -> None:
+    c, cfg = columns(0), RLConfig(rollout_is_level=level, **settings)
+    t = {name: torch.tensor(values) for name, values in c.items()}
+    stale = t["stale"] if which == "stale" else None
+    weights, metrics = importance_weights(cfg, t["old"], t["rollout"], t["mask"], torch.tensor(LENGTHS), stale)
+    expected, vetoes = expected_weights(cfg, c, c["stale"] if which == "stale" else np.full(200, True))
+    np.testing.assert_allclose(weights, expected, rtol=1e-12)
+    assert set(metrics) <= set(METRICS)
+    values = metrics.finalize()
+    counted = c["mask"] > 0
+    assert values["rollout/is_weight"] == pytest.approx(expected[counted].mean())
+    if "rollout_is_veto_threshold" in settings:
+        assert 0 < vetoes < 1
+        assert values["rollout/is_vetoed"] == pytest.approx(vetoes)
+    elif cfg.rollout_is_mode == "mask":
+        assert values["rollout/is_masked"] == pytest.approx((expected[counted] == 0).mean())
+    else:
+        assert values["rollout/is_truncated"] == pytest.approx((expected[counted] >= cfg.rollout_is_threshold).mean())
+
+
+def test_equal_policies_weigh_one_exactly() -> None:
+    old = torch.tensor(columns(0)["old"])
+    for level in ("token", "sequence", "geometric"):
+        cfg = RLConfig(rollout_is_level=level, rollout_is_mode="mask", rollout_is_veto_threshold=0.999)
+        weights, _ = importance_weights(cfg, old, old, torch.ones(200), torch.tensor(LENGTHS))
+        assert torch.equal(weights, torch.ones(200, dtype=torch.float64))
 
 
 def test_weights_stay_finite_and_are_constants() -> None:
     old = torch.tensor([0.0, -500.0, 500.0], requires_grad=True)
-    weights = truncated_weights(old, torch.zeros(3), threshold=2.0)
+    weights, _ = importance_weights(RLConfig(), old, torch.zeros(3), torch.ones(3), torch.tensor([3]))
     assert not weights.requires_grad
     torch.testing.assert_close(weights, torch.tensor([1.0, float(np.exp(-20.0)), 2.0]))
 
@@ -47,17 +105,17 @@ def test_weights_stay_finite_and_are_constants() -> None:
 def test_weighted_loss_and_its_gradient() -> None:
     c = columns(1)
     now = torch.tensor(c["now"], requires_grad=True)
-    tensors = {name: torch.tensor(values) for name, values in c.items()}
-    importance = truncated_weights(tensors["old"], tensors["rollout"], 2.0, tensors["stale"])
+    t, lengths = {name: torch.tensor(values) for name, values in c.items()}, torch.tensor(LENGTHS)
+    importance, _ = importance_weights(RLConfig(), t["old"], t["rollout"], t["mask"], lengths, t["stale"])
     loss, metrics = PolicyObjective(RLConfig(clip_ratio=0.2))(
         log_probs=now,
         entropy=None,
-        old_log_probs=tensors["old"],
-        ref_log_probs=tensors["rollout"],
-        advantages=tensors["advantages"],
-        mask=tensors["mask"],
-        response_lengths=torch.tensor([150, 50]),
-        denominators=Denominators(c["mask"].sum(), 2.0),
+        old_log_probs=t["old"],
+        ref_log_probs=t["rollout"],
+        advantages=t["advantages"],
+        mask=t["mask"],
+        response_lengths=lengths,
+        denominators=Denominators(c["mask"].sum(), 4.0),
         kl_coef=0.1,
         importance=importance,
     )
@@ -92,8 +150,11 @@ def test_weights_of_one_change_nothing_and_junk_at_masked_tokens_neither() -> No
         assert torch.equal(gradient, results[0][1])
 
 
-def test_metrics_of_weights() -> None:
-    weights, mask = torch.tensor([2.0, 1.0, 0.5, torch.nan]), torch.tensor([1.0, 1.0, 1.0, 0.0])
-    metrics = weight_metrics(weights, 2.0, mask)
-    assert metrics.finalize() == pytest.approx({"rollout/is_weight": 3.5 / 3, "rollout/is_truncated": 1 / 3})
-    assert set(metrics) <= set(METRICS)
+def test_junk_log_probs_at_masked_tokens_weigh_nothing() -> None:
+    old, mask = torch.zeros(4), torch.tensor([1.0, 0.0, 1.0, 0.0])
+    for level in ("token", "sequence", "geometric"):
+        cfg = RLConfig(rollout_is_level=level, rollout_is_veto_threshold=0.5)
+        rollout = torch.where(mask > 0, 0.0, torch.nan)
+        weights, metrics = importance_weights(cfg, old, rollout, mask, torch.tensor([2, 2]))
+        assert weights.tolist() == [1.0, 1.0, 1.0, 1.0]
+        assert metrics["rollout/is_vetoed"].result == 0.0

@@ -12,7 +12,7 @@ from mindspeed_rl.algorithms.kl import (
     FixedKLController,
     make_kl_controller,
 )
-from mindspeed_rl.config.schema import RLConfig
+from mindspeed_rl.config.schema import KL_PENALTIES, RLConfig
 
 # name -> value and derivative by ℓ, in float64 from ℓ and ℓr, away from the clamps
 TEXTBOOK = {
@@ -40,14 +40,27 @@ def test_value_and_gradient(name):
     np.testing.assert_allclose(log_probs.grad.numpy(), derivative(p, r), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("name", TEXTBOOK)
+def test_straight_through_has_the_value_and_the_gradient_of_k2(name):
+    rng = np.random.default_rng(1)
+    p = torch.tensor(-rng.exponential(2, 200), requires_grad=True)
+    r = p.detach() + torch.tensor(rng.normal(0, 0.5, 200))
+    result = KL_ESTIMATORS[f"{name}+"](p, r)
+    result.sum().backward()
+    np.testing.assert_allclose(result.detach(), KL_ESTIMATORS[name](p.detach(), r), rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(p.grad, p.detach() - r)
+
+
 def test_every_configurable_name_is_tested_and_registered():
-    assert set(RLConfig.model_fields["kl_penalty"].annotation.__args__) == set(KL_ESTIMATORS.names()) == set(TEXTBOOK)
+    assert set(KL_PENALTIES) == set(TEXTBOOK)
+    assert {*KL_PENALTIES, *(f"{name}+" for name in KL_PENALTIES)} == set(KL_ESTIMATORS.names())
 
 
 @pytest.mark.parametrize("name", TEXTBOOK)
 def test_zero_exactly_where_policies_agree(name):
     x = torch.tensor([-0.1, -3.0, -20.0])
     assert torch.equal(KL_ESTIMATORS[name](x, x.clone()), torch.zeros(3))
+    assert torch.equal(KL_ESTIMATORS[f"{name}+"](x, x.clone()), torch.zeros(3))
 
 
 def test_low_var_kl_clamps_value_and_gradient():

@@ -26,6 +26,11 @@ def test_equals_reference():
         "rollout/ppl_ratio": np.exp(-o.mean()) / np.exp(-b.mean()),
         "rollout/ess": w.sum() ** 2 / (len(w) * (w**2).sum()),
         "rollout/weight_out_fraction": ((w < 0.5) | (w > 2)).mean(),
+        "rollout/weight_mean": w.mean(),
+        "rollout/weight_std": w.std(),
+        "rollout/weight_max": w.max(),
+        "rollout/weight_min": w.min(),
+        "rollout/chi2": (w**2).mean() - 1,
     }
     assert expected["rollout/weight_out_fraction"] > 0
     assert metrics.finalize() == pytest.approx(expected, rel=1e-9)
@@ -51,5 +56,10 @@ def test_agreement_is_exact_and_junk_under_the_mask_is_ignored():
         "rollout/ppl_ratio": 1.0,
         "rollout/ess": 1.0,
         "rollout/weight_out_fraction": 0.0,
+        "rollout/weight_mean": 1.0,
+        "rollout/weight_std": 0.0,
+        "rollout/weight_max": 1.0,
+        "rollout/weight_min": 1.0,
+        "rollout/chi2": 0.0,
     }
     assert mismatch_metrics(x, x, torch.zeros(3)).finalize() == {}

@@ -20,6 +20,11 @@ SEPARATE = [
 ]
 
 # micro-batches by tokens, and none of the sizes that the preset sets
+CLIP_HIGHER = [
+    "rl_config.clip_higher_enable=true",
+    "rl_config.clip_ratio_low=0.2",
+    "rl_config.clip_ratio_high=0.28",
+]
 DYNAMIC = [
     "rl_config.use_dynamic_bsz=true",
     "rl_config.max_packing_token_size=8192",
@@ -69,14 +74,6 @@ EXAMPLES = {
     "staleness_needs_devices_for_rollout": (
         ["rl_config.staleness=1"],
         "rl_config.staleness", 1, "cannot generate at the same time", "use_integrated_worker: false",
-    ),
-    "importance_needs_log_probs": (
-        ["rl_config.rollout_is=token", "generate_config.sampling_config.logprobs=false"],
-        "rl_config.rollout_is", "token", "logprobs = False", "set logprobs: true",
-    ),
-    "importance_threshold_is_used": (
-        ["rl_config.rollout_is_threshold=3"],
-        "rl_config.rollout_is_threshold", 3.0, "staleness = 0", "rollout_is: token",
     ),
     "balance_needs_order": (
         ["rl_config.balance_batch=true", "rl_config.guarantee_order=false"],
@@ -186,13 +183,37 @@ EXAMPLES = {
         ["actor_config.min_lr=2e-6"],
         "actor_config.min_lr", 2e-6, "actor_config.lr = 1e-06", "lower it",
     ),
-    "discount_is_used": (
-        ["rl_config.gamma=0.9"],
-        "rl_config.gamma", 0.9, "adv_estimator = 'group_norm'", "leave it at 1.0",
+    "algorithms_are_known": (
+        ["rl_config.loss_type=gpso"],
+        "rl_config.loss_type", "gpso", "is unknown", "did you mean gspo?",
     ),
-    "kl_controller_keys_are_used": (
+    "algorithm_keys_are_used": (
         ["rl_config.kl_target=0.05"],
-        "rl_config.kl_target", 0.05, "kl_ctrl_type = 'fixed'", "kl_ctrl_type: adaptive",
+        "rl_config.kl_target", 0.05, "kl_ctrl_type = 'fixed'", "set kl_ctrl_type to adaptive",
+    ),
+    "clip_bounds_are_given_once": (
+        ["rl_config.clip_higher_enable=true", "rl_config.clip_ratio_low=0.2"],
+        "rl_config.clip_ratio_high", None, "needed by clip_higher_enable", "0.28",
+    ),
+    "covariance_bounds_are_ordered": (
+        ["rl_config.loss_type=clip_cov", "rl_config.clip_cov_lb=5"],
+        "rl_config.clip_cov_lb", 5.0, "below clip_cov_ub = 5.0", "",
+    ),
+    "kl_in_reward_has_a_weight_and_no_gradient": (
+        ["rl_config.use_kl_in_reward=true", "rl_config.kl_penalty=k1+"],
+        "rl_config.kl_penalty", "k1+", "gradient of a loss", "set k1",
+    ),
+    "correction_has_log_probs": (
+        ["rl_config.rollout_is=all", "generate_config.sampling_config.logprobs=false"],
+        "rl_config.rollout_is", "all", "logprobs = False", "set logprobs: true",
+    ),
+    "correction_keys_are_used": (
+        ["rl_config.rollout_is_threshold=3"],
+        "rl_config.rollout_is_threshold", 3.0, "staleness = 0", "rollout_is: all",
+    ),
+    "overlong_buffer_fits": (
+        ["rl_config.overlong_buffer_enable=true"],
+        "rl_config.overlong_buffer", None, "needed by overlong_buffer_enable", "a quarter of max_tokens",
     ),
     "adaptive_kl_starts_above_zero": (
         ["rl_config.kl_ctrl_type=adaptive", "rl_config.init_kl_coef=0"],
@@ -303,7 +324,14 @@ def test_rules_read_the_keys_they_declare():
         [*DYNAMIC, "rl_config.max_packing_token_size=4096"],
         SEPARATE,
         [*SEPARATE, "rl_config.blocking=false", "rl_config.staleness=2", "rl_config.rollout_is_threshold=1.5"],
-        ["rl_config.rollout_is=token", "rl_config.rollout_is_threshold=1.1"],
+        ["rl_config.rollout_is=all", "rl_config.rollout_is_threshold=1.1"],
+        ["rl_config.adv_estimator=reinforce_plus_plus", "rl_config.gamma=0.9"],
+        ["rl_config.custom_algorithm_file=mine.py", "rl_config.adv_estimator=mine", "rl_config.gamma=0.9"],
+        [*CLIP_HIGHER, "rl_config.clip_ratio_c=3"],
+        [*CLIP_HIGHER, "rl_config.loss_type=gspo"],
+        ["rl_config.recompute_logprobs=false"],
+        ["rl_config.use_kl_in_reward=true", "rl_config.kl_penalty=k1", "rl_config.kl_ctrl_type=adaptive"],
+        ["rl_config.overlong_buffer_enable=true", "rl_config.overlong_buffer=64"],
         ["rl_config.partial_rollout_max_split=3", "rl_config.require_max_age_all_finished=false"],
         ["rl_config.partial_rollout_max_split=3", "rl_config.rollout_is_threshold=1.5"],
         ["generate_config.sampling_config.logprobs=false"],  # no token is of an older policy
@@ -391,7 +419,7 @@ def test_correction_of_stale_tokens_needs_their_log_probs():
 
 
 @pytest.mark.parametrize(
-    "key", ["rl_config.staleness=-1", "rl_config.rollout_is_threshold=1", "rl_config.rollout_is=all"]
+    "key", ["rl_config.staleness=-1", "rl_config.rollout_is_threshold=1", "rl_config.rollout_is=token"]
 )
 def test_values_that_mean_nothing_for_stale_tokens(key):
     assert [violation.path for violation in violations_of(key)] == [key.partition("=")[0]]

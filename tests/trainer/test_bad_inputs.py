@@ -121,6 +121,32 @@ def test_custom_reward_that_is_not_there(folder: Path, capsys: pytest.CaptureFix
     assert_refused(capsys, code, 2, "rl_config.custom_reward_function", "compute_score")
 
 
+@pytest.mark.parametrize(
+    ("content", "overrides", "fragments"),
+    [
+        (None, [], ("custom_algorithm_file = 'mine.py'", "no such file")),
+        ("1/0", [], ("custom_algorithm_file = 'mine.py'", "ZeroDivisionError")),
+        ("", ["rl_config.loss_type=mine"], ("loss_type = 'mine'", "registered neither here nor", "known: ppo, gspo")),
+        (
+            "from mindspeed_rl.algorithms.losses import POLICY_LOSSES as P\nP.register('ppo')(print)",
+            [],
+            ("custom_algorithm_file", "'ppo' is registered already"),
+        ),
+    ],
+    ids=["absent", "raises", "unregistered", "taken"],
+)
+def test_custom_algorithms_that_cannot_be_used(
+    content: str | None,
+    overrides: list[str],
+    fragments: tuple[str, ...],
+    folder: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    if content is not None:
+        (folder / "mine.py").write_text(content)
+    assert_refused(capsys, train("rl_config.custom_algorithm_file=mine.py", *overrides), 2, *fragments)
+
+
 def test_everything_wrong_is_reported_at_once(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code = train("rl_config.clip_ratoi=0.1", "actor_config.tensor_model_parallel_size=3", "actor_config.lr=-1")
     assert_refused(

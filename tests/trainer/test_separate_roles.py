@@ -17,7 +17,7 @@ ONE_DEVICE = "rl_config.actor_resource.num_npus=1"
 
 
 def test_rollout_apart_trains_the_same_bit_for_bit(inputs: Path, tmp_path: Path) -> None:
-    common = (ONE_DEVICE, "rl_config.rollout_is=token", "trace=true", "generate_config.validate_weight=true")
+    common = (ONE_DEVICE, "rl_config.rollout_is=all", "trace=true", "generate_config.validate_weight=true")
     together = run(inputs, tmp_path, *common, name="together")
     apart = run(inputs, tmp_path, *common, *SEPARATE, name="apart")
     assert [training(step) for step in apart] == [training(step) for step in together]

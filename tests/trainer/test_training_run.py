@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from cli.convert_checkpoint import mcore_to_hf
 from cli.train_grpo import main
 from mindspeed_rl.checkpoint.hf import HFWeights
-from tests.support.runs import command, run, started, training
+from tests.support.runs import ROOT, command, run, started, training
 
 SAME_IN_FLOAT32 = 2e-5  # other kernels or another order of summation, after few steps of lr 1e-3
 
@@ -201,9 +201,12 @@ def cluster() -> Iterator[Cluster]:
     started.shutdown()
 
 
-def test_free_order_several_epochs_and_decoding_engine_on_a_running_cluster(
+def test_free_order_several_epochs_own_algorithms_and_decoding_engine_on_a_running_cluster(
     inputs: Path, tmp_path: Path, cluster: Cluster
 ) -> None:
+    documented = (ROOT / "docs" / "algorithms.md").read_text(encoding="utf-8")
+    (example,) = re.findall(r"```python\n(.*?)```", documented, flags=re.DOTALL)
+    (tmp_path / "my_algorithms.py").write_text(example)
     steps = run(
         inputs,
         tmp_path,
@@ -211,6 +214,9 @@ def test_free_order_several_epochs_and_decoding_engine_on_a_running_cluster(
         "rl_config.guarantee_order=false",
         "rl_config.epochs=2",
         "rl_config.kl_ctrl_type=adaptive",
+        f"rl_config.custom_algorithm_file={tmp_path}/my_algorithms.py",
+        "rl_config.adv_estimator=sign",
+        "rl_config.loss_type=reinforce",
         "generate_config.sampling_config.detokenize=true",
         "generate_config.sampling_config.logprobs=false",
         "generate_config.per_request_seed=false",
@@ -220,6 +226,7 @@ def test_free_order_several_epochs_and_decoding_engine_on_a_running_cluster(
     )
     assert len(steps) == 2
     assert steps[1]["actor/kl_coef"] != steps[0]["actor/kl_coef"]
+    assert "actor/pg_clipfrac" not in steps[0]  # the example's loss does not clip
     assert not any(name.startswith("rollout/logprob") for name in steps[0])
     assert steps[0]["reward_status/ok"] == 32
     # a cluster that was joined outlives the run

@@ -20,7 +20,7 @@ from mindspeed_rl.algorithms.log_probs import vocab_parallel_log_probs
 from mindspeed_rl.checkpoint.hf import HFWeights
 from mindspeed_rl.checkpoint.tensors import Piece, StoredTensors
 from mindspeed_rl.common.errors import CheckpointError
-from mindspeed_rl.common.metric import MetricSet
+from mindspeed_rl.common.metric import Metric, MetricSet
 from mindspeed_rl.config.model import ModelConfig
 from mindspeed_rl.config.schema import MegatronConfig
 from mindspeed_rl.device.base import Device
@@ -227,8 +227,12 @@ class MegatronEngine:
         micro_batches: Partition,
         temperature: float,
         entropy: bool,
+        limit: tuple[str, float] | None = None,
     ) -> MetricSet:
         """One optimizer step on this data-parallel rank's share of a mini-batch.
+
+        limit: a metric that is a mean over the mini-batch, and the largest value with which the step is taken;
+        `actor/early_stopped` tells every rank whether it was not.
 
         Raises:
             RuntimeError: a gradient is not finite (raised by Megatron before the step is taken).
@@ -246,12 +250,18 @@ class MegatronEngine:
         self.optimizer.zero_grad()
         results = self._run(self.actor, batch, micro_batches, on_logits, forward_only=False)
         finalize_model_grads(self.actor)
-        self._away["optimizer"].ready()
-        grad_norm, learning_rate = self.optimizer.step()
         metrics = MetricSet()
         if self.is_output_rank:
             for result in results:
                 metrics.merge(result)
+        if limit is not None:
+            stopped = self._mean_over_all(metrics.get(limit[0])) > limit[1]
+            metrics.mean("actor/early_stopped", float(stopped))
+            if stopped:
+                return metrics
+        self._away["optimizer"].ready()
+        grad_norm, learning_rate = self.optimizer.step()
+        if self.is_output_rank:
             metrics.mean("actor/grad_norm", grad_norm)
             metrics.mean("actor/lr", learning_rate)
         return metrics
@@ -263,6 +273,22 @@ class MegatronEngine:
     def max_over_data_parallel(self, values: Sequence[float]) -> list[float]:
         """Element-wise maximum over the data-parallel ranks."""
         return self._over_data_parallel(values, dist.ReduceOp.MAX)
+
+    def gather_over_data_parallel(self, values: torch.Tensor) -> torch.Tensor:
+        """[n] float32 of every data-parallel rank, [ranks, n] on the host."""
+        group = mpu.get_data_parallel_group()
+        mine = values.to(self.device.current(), torch.float32)
+        of_all = [torch.empty_like(mine) for _ in range(group.size())]
+        dist.all_gather(of_all, mine, group=group)
+        return torch.stack(of_all).cpu()
+
+    def _mean_over_all(self, metric: Metric | None) -> float:
+        """Mean of what all ranks know of a metric; several may know the same."""
+        known = [0.0, 0.0] if metric is None else [metric.value, metric.weight]
+        total = torch.tensor(known, dtype=torch.float32, device=self.device.current())
+        dist.all_reduce(total)
+        value, weight = total.tolist()
+        return value / weight if weight else 0.0
 
     def _over_data_parallel(self, values: Sequence[float], operation: dist.ReduceOp.RedOpType) -> list[float]:
         result = torch.tensor(values, dtype=torch.float32, device=self.device.current())

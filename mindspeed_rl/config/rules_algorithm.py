@@ -1,0 +1,178 @@
+"""Rules about what is trained for: advantages, losses, KL, correction of the rollout's policy."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from mindspeed_rl.common.errors import Violation
+from mindspeed_rl.config.layout import tokens_may_be_stale
+from mindspeed_rl.config.rule import Found, nearest, rule
+from mindspeed_rl.config.schema import ADV_ESTIMATORS, KL_PENALTIES, LOSS_TYPES, Config, RLConfig
+
+_CLIPPING = ("ppo", "gspo", "cispo", "gmpo", "clip_cov")
+# key -> the key that gives it a meaning, and the values with which it has one
+_KEY_OF: dict[str, tuple[str, tuple[Any, ...]]] = {
+    "norm_adv_by_std": ("adv_estimator", ("group_norm", "grpo", "grpo_passk")),
+    "gamma": ("adv_estimator", ("reinforce_plus_plus",)),
+    "lam": ("adv_estimator", ()),
+    "clip_ratio": ("loss_type", _CLIPPING),
+    "clip_higher_enable": ("loss_type", _CLIPPING),
+    "clip_ratio_c": ("loss_type", ("ppo",)),
+    "sapo_tau_pos": ("loss_type", ("sapo",)),
+    "sapo_tau_neg": ("loss_type", ("sapo",)),
+    "clip_cov_ratio": ("loss_type", ("clip_cov",)),
+    "clip_cov_lb": ("loss_type", ("clip_cov",)),
+    "clip_cov_ub": ("loss_type", ("clip_cov",)),
+    "kl_cov_ratio": ("loss_type", ("kl_cov",)),
+    "kl_cov_coef": ("loss_type", ("kl_cov",)),
+    "kl_target": ("kl_ctrl_type", ("adaptive",)),
+    "kl_horizon": ("kl_ctrl_type", ("adaptive",)),
+    "rollout_is_threshold_lower": ("rollout_is_mode", ("mask",)),
+    "clip_ratio_low": ("clip_higher_enable", (True,)),
+    "clip_ratio_high": ("clip_higher_enable", (True,)),
+    "overlong_buffer": ("overlong_buffer_enable", (True,)),
+    "overlong_buffer_penalty_factor": ("overlong_buffer_enable", (True,)),
+}
+_NAMES: Mapping[str, tuple[str, ...]] = {
+    "adv_estimator": ADV_ESTIMATORS,
+    "loss_type": LOSS_TYPES,
+    "kl_penalty": (*KL_PENALTIES, *(f"{name}+" for name in KL_PENALTIES)),
+}
+_CORRECTION = tuple(
+    f"rollout_is_{key}" for key in ("level", "mode", "threshold", "threshold_lower", "veto_threshold")
+)
+_STALE = ("rl_config.rollout_is", "rl_config.staleness", "rl_config.partial_rollout_max_split")
+_LOGPROBS = "generate_config.sampling_config.logprobs"
+
+
+def _changed(rl: RLConfig, key: str) -> bool:
+    return bool(getattr(rl, key) != RLConfig.model_fields[key].default)
+
+
+@rule("rl_config.custom_algorithm_file", *(f"rl_config.{key}" for key in _NAMES))
+def algorithms_are_known(cfg: Config) -> Found:
+    """A user's file may register other names: they are looked for when it is loaded, before any worker starts."""
+    for key, names in _NAMES.items():
+        name = getattr(cfg.rl_config, key)
+        if name not in names and cfg.rl_config.custom_algorithm_file is None:
+            hint = f"{nearest(name, names)} Names of your own need custom_algorithm_file"
+            yield Violation(f"rl_config.{key}", name, "is unknown", hint)
+
+
+@rule(*(f"rl_config.{key}" for key in _KEY_OF), *{f"rl_config.{chooser}" for chooser, _ in _KEY_OF.values()})
+def algorithm_keys_are_used(cfg: Config) -> Found:
+    """What a user's own estimator or loss reads is not known here: it may be any key."""
+    rl = cfg.rl_config
+    for key, (chooser, values) in _KEY_OF.items():
+        chosen = getattr(rl, chooser)
+        is_own = chooser in _NAMES and chosen not in _NAMES[chooser]
+        if chosen not in values and not is_own and _changed(rl, key):
+            possible = f"set {chooser} to {' or '.join(map(_text, values))}, or " if values else ""
+            default = _text(RLConfig.model_fields[key].default)
+            message = f"has no effect with {chooser} = {chosen!r}"
+            yield Violation(f"rl_config.{key}", getattr(rl, key), message, f"{possible}leave it at {default}")
+
+
+def _text(value: Any) -> str:
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+@rule("rl_config.clip_higher_enable", "rl_config.clip_ratio_low", "rl_config.clip_ratio_high", "rl_config.clip_ratio")
+def clip_bounds_are_given_once(cfg: Config) -> Found:
+    rl = cfg.rl_config
+    if not rl.clip_higher_enable:
+        return
+    for key in ("clip_ratio_low", "clip_ratio_high"):
+        if getattr(rl, key) is None:
+            hint = "for example clip_ratio_low: 0.2, clip_ratio_high: 0.28 (DAPO)"
+            yield Violation(f"rl_config.{key}", None, "is needed by clip_higher_enable = True", hint)
+    if _changed(rl, "clip_ratio"):
+        message = "has no effect with clip_higher_enable = True"
+        yield Violation("rl_config.clip_ratio", rl.clip_ratio, message, "remove it")
+
+
+@rule("rl_config.clip_cov_lb", "rl_config.clip_cov_ub")
+def covariance_bounds_are_ordered(cfg: Config) -> Found:
+    rl = cfg.rl_config
+    if rl.clip_cov_lb >= rl.clip_cov_ub:
+        message = f"must be below clip_cov_ub = {rl.clip_cov_ub}"
+        yield Violation("rl_config.clip_cov_lb", rl.clip_cov_lb, message)
+
+
+@rule("rl_config.kl_ctrl_type", "rl_config.init_kl_coef")
+def adaptive_kl_starts_above_zero(cfg: Config) -> Found:
+    """The controller multiplies the coefficient: from 0 it never leaves 0."""
+    if cfg.rl_config.kl_ctrl_type == "adaptive" and cfg.rl_config.init_kl_coef == 0:
+        hint = "set a positive init_kl_coef, or kl_ctrl_type: fixed"
+        yield Violation("rl_config.init_kl_coef", 0.0, "kl_ctrl_type = 'adaptive' scales it, and 0 stays 0", hint)
+
+
+@rule("rl_config.use_kl_in_reward", "rl_config.init_kl_coef", "rl_config.kl_penalty")
+def kl_in_reward_has_a_weight_and_no_gradient(cfg: Config) -> Found:
+    rl = cfg.rl_config
+    if not rl.use_kl_in_reward:
+        return
+    if rl.init_kl_coef == 0:
+        hint = "set a positive init_kl_coef, or use_kl_in_reward: false"
+        yield Violation("rl_config.use_kl_in_reward", True, "has no effect with init_kl_coef = 0.0", hint)
+    if rl.kl_penalty.endswith("+"):
+        message = "is about the gradient of a loss, and use_kl_in_reward = True puts KL into rewards"
+        yield Violation("rl_config.kl_penalty", rl.kl_penalty, message, f"set {rl.kl_penalty[:-1]}")
+
+
+# ---------------------------------------------------------------- the rollout's policy
+
+
+@rule(*_STALE, "rl_config.recompute_logprobs", _LOGPROBS)
+def correction_has_log_probs(cfg: Config) -> Found:
+    rl, logprobs = cfg.rl_config, cfg.generate_config.sampling_config.logprobs
+    if not rl.recompute_logprobs and not logprobs:
+        message = f"takes the log-probs of rollout, but sampling_config.logprobs = {logprobs!r}"
+        yield Violation("rl_config.recompute_logprobs", False, message, "set logprobs: true")
+    if not rl.recompute_logprobs and rl.rollout_is == "all":
+        message = "weighs tokens by what the policy ratio holds already with recompute_logprobs = False"
+        yield Violation("rl_config.rollout_is", rl.rollout_is, message, "set rollout_is: off")
+    if not logprobs and _corrects(cfg):
+        message = f"weighs tokens by their log-probs in rollout, but sampling_config.logprobs = {logprobs!r}"
+        yield Violation("rl_config.rollout_is", rl.rollout_is, message, "set logprobs: true, or rollout_is: off")
+
+
+@rule(*(f"rl_config.{key}" for key in _CORRECTION), *_STALE, "rl_config.recompute_logprobs")
+def correction_keys_are_used(cfg: Config) -> Found:
+    rl = cfg.rl_config
+    if _corrects(cfg):
+        return
+    unused = {
+        "off": "weighs no token",
+        "stale": "weighs tokens of older policies, and staleness = 0, partial_rollout_max_split = 1",
+    }
+    why = unused.get(rl.rollout_is, "has no effect") if rl.recompute_logprobs else "has no effect"
+    also = "" if rl.recompute_logprobs else ", with recompute_logprobs = False"
+    for key in _CORRECTION:
+        if _changed(rl, key):
+            message = f"shapes importance weights, but rollout_is = {rl.rollout_is!r} {why}{also}"
+            yield Violation(f"rl_config.{key}", getattr(rl, key), message, "set rollout_is: all, or remove it")
+
+
+def _corrects(cfg: Config) -> bool:
+    rl = cfg.rl_config
+    chosen = rl.rollout_is == "all" or (rl.rollout_is == "stale" and tokens_may_be_stale(cfg))
+    return chosen and rl.recompute_logprobs
+
+
+# ---------------------------------------------------------------- rewards
+
+
+@rule("rl_config.overlong_buffer_enable", "rl_config.overlong_buffer", "generate_config.sampling_config.max_tokens")
+def overlong_buffer_fits(cfg: Config) -> Found:
+    rl, longest = cfg.rl_config, cfg.generate_config.sampling_config.max_tokens
+    if not rl.overlong_buffer_enable:
+        return
+    path = "rl_config.overlong_buffer"
+    if rl.overlong_buffer is None:
+        message = "is needed by overlong_buffer_enable = True"
+        yield Violation(path, None, message, f"for example a quarter of max_tokens: {max(1, longest // 4)}")
+    elif rl.overlong_buffer > longest:
+        message = f"must not be longer than a response, generate_config.sampling_config.max_tokens = {longest}"
+        yield Violation(path, rl.overlong_buffer, message)

@@ -1,0 +1,67 @@
+"""Keys of one algorithm that are set with another are refused, each by name."""
+
+import pytest
+
+from mindspeed_rl.common.errors import ConfigError, Violation
+from mindspeed_rl.config.compose import load_config
+
+BASE = "grpo_trainer_qwen25_7b"
+CLIP_HIGHER = [
+    "rl_config.clip_higher_enable=true",
+    "rl_config.clip_ratio_low=0.2",
+    "rl_config.clip_ratio_high=0.28",
+]
+
+
+def violations_of(*overrides: str) -> list[Violation]:
+    with pytest.raises(ConfigError) as caught:
+        load_config(BASE, overrides)
+    return caught.value.violations
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key", "message"),
+    [
+        (["gamma=0.9"], "gamma", "adv_estimator = 'group_norm'"),
+        (["adv_estimator=reinforce_plus_plus", "lam=0.9"], "lam", "adv_estimator = 'reinforce_plus_plus'"),
+        (["adv_estimator=rloo", "norm_adv_by_std=false"], "norm_adv_by_std", "adv_estimator = 'rloo'"),
+        (["loss_type=sapo", "clip_ratio=0.1"], "clip_ratio", "loss_type = 'sapo'"),
+        (["loss_type=gspo", "clip_ratio_c=3"], "clip_ratio_c", "loss_type = 'gspo'"),
+        (["sapo_tau_pos=2"], "sapo_tau_pos", "loss_type = 'ppo'"),
+        (["sapo_tau_neg=2"], "sapo_tau_neg", "loss_type = 'ppo'"),
+        (["clip_cov_ratio=0.1"], "clip_cov_ratio", "loss_type = 'ppo'"),
+        (["clip_cov_lb=0.1"], "clip_cov_lb", "loss_type = 'ppo'"),
+        (["clip_cov_ub=9"], "clip_cov_ub", "loss_type = 'ppo'"),
+        (["kl_cov_ratio=0.1"], "kl_cov_ratio", "loss_type = 'ppo'"),
+        (["kl_cov_coef=0.1"], "kl_cov_coef", "loss_type = 'ppo'"),
+        (["kl_horizon=10"], "kl_horizon", "kl_ctrl_type = 'fixed'"),
+        (["clip_ratio_low=0.1"], "clip_ratio_low", "clip_higher_enable = False"),
+        (["clip_ratio_high=0.1"], "clip_ratio_high", "clip_higher_enable = False"),
+        (["overlong_buffer=64"], "overlong_buffer", "overlong_buffer_enable = False"),
+        (["overlong_buffer_penalty_factor=2"], "overlong_buffer_penalty_factor", "overlong_buffer_enable = False"),
+        (["rollout_is=all", "rollout_is_threshold_lower=0.1"], "rollout_is_threshold_lower", "rollout_is_mode"),
+        (["rollout_is=off", "rollout_is_level=sequence"], "rollout_is_level", "weighs no token"),
+        (["rollout_is_mode=mask"], "rollout_is_mode", "staleness = 0"),
+        (["rollout_is_veto_threshold=0.1"], "rollout_is_veto_threshold", "staleness = 0"),
+        (["recompute_logprobs=false", "rollout_is=all"], "rollout_is", "the policy ratio holds already"),
+        (["use_kl_in_reward=true", "init_kl_coef=0"], "use_kl_in_reward", "no effect with init_kl_coef"),
+        (["kl_penalty=k4"], "kl_penalty", "is unknown"),
+    ],
+    ids=lambda value: value[-1] if isinstance(value, list) else "",
+)
+def test_keys_of_another_algorithm_are_refused(overrides, key, message):
+    (violation,) = violations_of(*(f"rl_config.{override}" for override in overrides))
+    assert violation.path == f"rl_config.{key}"
+    assert message in violation.message
+
+
+def test_clip_bounds_replace_the_clip_ratio():
+    (violation,) = violations_of(*CLIP_HIGHER, "rl_config.clip_ratio=0.3")
+    assert (violation.path, violation.value) == ("rl_config.clip_ratio", 0.3)
+
+
+def test_the_overlong_buffer_is_no_longer_than_a_response():
+    enable = "rl_config.overlong_buffer_enable=true"
+    (violation,) = violations_of(enable, "rl_config.overlong_buffer=100000")
+    assert violation.path == "rl_config.overlong_buffer"
+    assert "max_tokens" in violation.message

@@ -1,0 +1,255 @@
+"""Every policy loss and correction through the workers that compute them, in one layout against another."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from support.ranks import Worlds, run_ranks
+
+from examples.make_tiny_model import make_tiny_model
+from mindspeed_rl.algorithms.advantages import compute_advantages
+from mindspeed_rl.algorithms.kl import KL_ESTIMATORS
+from mindspeed_rl.common.timing import Timings
+from mindspeed_rl.config.compose import load_config
+from mindspeed_rl.config.files import resolve_model
+from mindspeed_rl.config.layout import derive_layout
+from mindspeed_rl.config.schema import Config
+from mindspeed_rl.transfer_dock.local import LocalTransferDock
+from mindspeed_rl.transfer_dock.spec import Claim
+from mindspeed_rl.workers.reward_worker import RewardWorker
+from mindspeed_rl.workers.stages import dock_spec, scoring_stages
+
+PROMPTS, GROUP, MAX_TOKENS = 8, 4, 6
+ROWS = PROMPTS * GROUP
+KL_COEF = 0.1
+BASE = [
+    "megatron_training.train_iters=1",
+    f"megatron_training.global_batch_size={PROMPTS}",
+    "megatron_training.data_path=unused",
+    "actor_config.micro_batch_size=4",
+    "actor_config.lr=3e-2",  # large, so that the second update starts from another policy
+    f"rl_config.mini_batch_size={PROMPTS // 2}",
+    f"rl_config.n_samples_per_prompt={GROUP}",
+    "rl_config.init_kl_coef=0.1",
+    "rl_config.balance_batch=false",  # each rank has a dock of its own: what it scores must be what it trains on
+    "rl_config.actor_forward_micro_batch_size=8",
+    "rl_config.ref_forward_micro_batch_size=8",
+    f"generate_config.sampling_config.max_tokens={MAX_TOKENS}",
+]
+HIGHER = ["rl_config.clip_higher_enable=true", "rl_config.clip_ratio_low=0.1", "rl_config.clip_ratio_high=0.3"]
+BY_SEQUENCE = "rl_config.loss_agg_mode=seq-mean-token-mean"
+CASES: dict[str, list[str]] = {
+    "ppo": ["rl_config.clip_ratio_c=1.5", *HIGHER],
+    "gspo": ["rl_config.loss_type=gspo", "rl_config.clip_ratio=0.05", BY_SEQUENCE],
+    "cispo": ["rl_config.loss_type=cispo", *HIGHER, "rl_config.rollout_is=all"],
+    "sapo": ["rl_config.loss_type=sapo", "rl_config.rollout_is=all", "rl_config.rollout_is_level=geometric"],
+    "gmpo": ["rl_config.loss_type=gmpo", *HIGHER, BY_SEQUENCE, "rl_config.kl_penalty=k3+"],
+    "clip_cov": ["rl_config.loss_type=clip_cov", "rl_config.clip_cov_ratio=0.1", "rl_config.clip_cov_lb=0.1"],
+    "kl_cov": ["rl_config.loss_type=kl_cov", "rl_config.kl_cov_ratio=0.1", "rl_config.use_kl_in_reward=true"],
+    "mask": [
+        "rl_config.rollout_is=all",
+        "rl_config.rollout_is_mode=mask",
+        "rl_config.rollout_is_level=sequence",
+        "rl_config.rollout_is_threshold=3",
+        "rl_config.rollout_is_veto_threshold=0.5",
+    ],
+    "rollout": ["rl_config.recompute_logprobs=false", "rl_config.epochs=2"],
+    "stopped": ["rl_config.early_stop_imp_ratio=1.0001", "rl_config.epochs=2"],
+}
+LAYOUTS = {
+    "DP2": ["rl_config.actor_resource.num_npus=2", "actor_config.micro_batch_size=3"],
+    "CP2": ["rl_config.actor_resource.num_npus=2", "actor_config.context_parallel_size=2"],
+    "PP2": ["rl_config.actor_resource.num_npus=2", "actor_config.pipeline_model_parallel_size=2"],
+}
+ONE = ["rl_config.actor_resource.num_npus=1"]
+SEEN = {"actor/loss", "actor/pg_loss", "actor/kl", "actor/grad_norm", "actor/imp_ratio", "actor/pg_clipfrac"}
+TOLERANCE = 2e-5
+WEIGHT_TOLERANCE = 1e-3  # a thirtieth of one step: Adam divides gradients by their size, however small
+
+
+def configured(folder: str, *overrides: str) -> Config:
+    files = [f"actor_config.load={folder}", f"megatron_training.tokenizer_name_or_path={folder}"]
+    return load_config("grpo_trainer_tiny_cpu", [*BASE, *files, *overrides])[0]
+
+
+def samples() -> dict[str, list[torch.Tensor]]:
+    """An iteration, the same in every process: one failed sample, one empty response, rollout a bit off."""
+    rng = np.random.default_rng(5)
+    lengths = rng.integers(1, MAX_TOKENS + 1, ROWS)
+    lengths[6] = 0
+    prompts = [torch.tensor(rng.integers(1, 16, rng.integers(2, 6))) for _ in range(PROMPTS)]
+    advantages = rng.normal(size=ROWS)
+    masks = [torch.ones(n) for n in lengths]
+    masks[9].zero_()
+    return {
+        "prompt_ids": [prompts[row // GROUP] for row in range(ROWS)],
+        "responses": [torch.tensor(rng.integers(1, 16, n)) for n in lengths],
+        "rollout_log_probs": [torch.tensor(-2.7 + 0.4 * rng.normal(size=n), dtype=torch.float32) for n in lengths],
+        "advantages": [torch.full((n,), a, dtype=torch.float32) for n, a in zip(lengths, advantages, strict=True)],
+        "loss_mask": masks,
+    }
+
+
+def update(worlds: Worlds, folder: str, overrides: list[str]) -> dict[str, Any]:
+    """Score and update one iteration; metrics of all ranks, and the weights afterwards."""
+    from mindspeed_rl.workers.context import Context, Source
+    from mindspeed_rl.workers.training import Training
+
+    config = configured(folder, *overrides)
+    layout, rank = derive_layout(config), dist.get_rank()
+    dock = LocalTransferDock(dock_spec(config, layout))  # one for each rank, with the same in it
+    dock.begin(0, PROMPTS, GROUP, block_rows=config.rl_config.mini_batch_size * GROUP)
+    dock.put(0, range(ROWS), samples())
+    context = Context(rank, rank, config, layout, worlds.device, dock)
+    training = Training(context, resolve_model(config), Source(folder, folder))
+    timings = Timings(0)
+    for stage in scoring_stages(config):
+        training.score(stage, timings)
+    metrics = training.update(KL_COEF, timings)
+    of_ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, metrics)
+    whole = type(metrics)()
+    for each in of_ranks:
+        whole.merge(each)
+    return {"metrics": whole.finalize(), "weights": {n: t.clone() for n, t in training.export_weights()}}
+
+
+def update_in_all(rank: int, root: str, folder: str) -> dict[tuple[str, str], dict[str, Any]]:
+    """All cases on one rank and in layouts of two, in one start of the ranks: (case, layout) -> what came out."""
+    worlds, found = Worlds(rank, 2, root), {}
+    for number, (name, overrides) in enumerate(CASES.items()):
+        other = list(LAYOUTS)[number % len(LAYOUTS)]
+        for layout, size, settings in (("one", 1, ONE), (other, 2, LAYOUTS[other])):
+            with worlds.world(size) as here:
+                if here:
+                    found[name, layout] = update(worlds, folder, [*overrides, *settings])
+    return found
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(make_tiny_model(tmp_path_factory.mktemp("model") / "tiny"))
+
+
+@pytest.fixture(scope="module")
+def updates(folder: str, tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], dict[str, Any]]:
+    found: dict[tuple[str, str], dict[str, Any]] = run_ranks(
+        2, update_in_all, str(tmp_path_factory.mktemp("worlds")), folder
+    )[0]
+    return found
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_layouts_and_micro_batches_update_the_same(case: str, updates: dict[tuple[str, str], dict[str, Any]]) -> None:
+    (one, other) = (found for (name, _), found in updates.items() if name == case)
+    assert one["metrics"].keys() == other["metrics"].keys()
+    for key in one["metrics"].keys() & SEEN:
+        assert one["metrics"][key] == pytest.approx(other["metrics"][key], abs=TOLERANCE, rel=1e-4), key
+    for name, weight in one["weights"].items():
+        torch.testing.assert_close(other["weights"][name], weight, atol=WEIGHT_TOLERANCE, rtol=0)
+
+
+def test_every_case_acts(updates: dict[tuple[str, str], dict[str, Any]]) -> None:
+    """What each case is about has happened in it: the numbers are those of an update that it has shaped."""
+    found = {name: result["metrics"] for (name, layout), result in updates.items() if layout == "one"}
+    for name in ("ppo", "gspo", "cispo", "gmpo", "clip_cov"):
+        assert 0 < found[name]["actor/pg_clipfrac"] < 1, name
+    assert found["ppo"]["actor/pg_clipfrac_lower"] > 0
+    for name in ("clip_cov", "kl_cov"):
+        assert 0.03 < found[name]["actor/cov_fraction"] < 0.11, name
+    for name in ("cispo", "sapo"):
+        assert found[name]["rollout/is_weight"] != 1, name
+    assert found["mask"]["rollout/is_masked"] > 0
+    assert found["mask"]["rollout/is_vetoed"] > 0
+    in_reward = found["kl_cov"]
+    without_kl = in_reward["actor/pg_loss"] - 0.005 * in_reward["actor/entropy"]
+    assert in_reward["actor/loss"] == pytest.approx(without_kl, abs=1e-6)
+    assert found["ppo"]["actor/kl"] > 0
+    losses = [metrics["actor/loss"] for metrics in found.values()]
+    assert len(set(losses)) == len(losses)
+
+
+def test_an_update_too_far_from_the_policy_that_generated_is_not_made(
+    updates: dict[tuple[str, str], dict[str, Any]],
+) -> None:
+    """The first of four updates starts from that policy; the second is refused, and none follows."""
+    stopped = updates["stopped", "one"]["metrics"]
+    assert stopped["actor/early_stopped"] == 3 / 4
+    assert stopped["actor/imp_ratio"] > 1
+
+
+def test_old_log_probs_of_rollout_are_what_the_ratio_starts_from(
+    updates: dict[tuple[str, str], dict[str, Any]],
+) -> None:
+    metrics = updates["rollout", "one"]["metrics"]
+    assert metrics["actor/imp_ratio"] != 1
+    assert metrics["rollout/logprob_diff_mean"] > 0.1  # still measured against training
+
+
+# ---- rewards
+
+
+def scored_dock(config: Config) -> tuple[LocalTransferDock, dict[str, Any]]:
+    """An iteration with all that its update reads but what comes from the rewards, which are there."""
+    layout = derive_layout(config)
+    dock, columns = LocalTransferDock(dock_spec(config, layout)), samples()
+    rng = np.random.default_rng(6)
+    columns["rewards"] = torch.tensor(rng.integers(0, 3, ROWS) / 2, dtype=torch.float32)
+    columns["rewards"][9] = torch.nan
+    for name in ("reference_log_probs", "old_log_probs"):
+        columns[name] = [torch.tensor(rng.normal(size=len(r)) - 3, dtype=torch.float32) for r in columns["responses"]]
+    dock.begin(0, PROMPTS, GROUP, block_rows=config.rl_config.mini_batch_size * GROUP)
+    needed = {*dock.spec.consumers["update"].needs, "rewards"} - {"advantages", "loss_mask"}
+    dock.put(0, range(ROWS), {name: columns[name] for name in needed})
+    return dock, columns
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["rl_config.adv_estimator=reinforce_plus_plus", "rl_config.use_kl_in_reward=true", "rl_config.kl_penalty=k1"],
+        ["rl_config.adv_estimator=rloo", "rl_config.use_kl_in_reward=true", "rl_config.recompute_logprobs=false"],
+        ["rl_config.adv_estimator=group_norm", "rl_config.norm_adv_by_std=false"],
+        ["rl_config.adv_estimator=gpg", "rl_config.blocking=true"],
+    ],
+    ids=["whole iteration, KL by old", "groups, KL by rollout", "groups", "blocking"],
+)
+def test_advantages_are_of_rewards_and_kl(overrides: list[str], folder: str, tmp_path: Path) -> None:
+    config = configured(folder, *ONE, *overrides)
+    rl = config.rl_config
+    dock, columns = scored_dock(config)
+    worker = RewardWorker(config, derive_layout(config), None, dock, str(tmp_path))  # type: ignore[arg-type]
+    try:
+        worker.compute_advantages(0, KL_COEF)
+    finally:
+        worker.close()
+    found: dict[int, torch.Tensor] = {}
+    while (claim := dock.try_claim("update", 0, rl.mini_batch_size * GROUP)) is not None:
+        assert isinstance(claim, Claim)
+        found |= dict(zip(claim.rows, dock.get(claim, ["advantages"])["advantages"], strict=True))
+        dock.ack(claim)
+    lengths = torch.tensor([len(response) for response in columns["responses"]])
+    mask = columns["rewards"].isfinite().float().repeat_interleave(lengths)
+    penalties = None
+    if rl.use_kl_in_reward:
+        old = columns["old_log_probs" if rl.recompute_logprobs else "rollout_log_probs"]
+        reference = torch.cat(columns["reference_log_probs"])
+        penalties = KL_COEF * KL_ESTIMATORS[rl.kl_penalty](torch.cat(old), reference)
+        assert penalties.abs().mean() > 0.01
+    groups = torch.arange(ROWS) // GROUP
+    expected = compute_advantages(rl.adv_estimator, columns["rewards"], groups, mask, lengths, rl, penalties)
+    torch.testing.assert_close(torch.cat([found[row] for row in range(ROWS)]), expected)
+
+
+def test_overlong_responses_lose_rewards(folder: str, tmp_path: Path) -> None:
+    overlong = ["rl_config.overlong_buffer_enable=true", "rl_config.overlong_buffer=4"]
+    config = configured(folder, *ONE, *overlong, "rl_config.overlong_buffer_penalty_factor=0.5")
+    worker = RewardWorker(config, derive_layout(config), None, None, str(tmp_path))  # type: ignore[arg-type]
+    try:
+        penalties = [worker._overlong_penalty(length) for length in range(MAX_TOKENS + 1)]
+    finally:
+        worker.close()
+    assert penalties == [0.0, 0.0, 0.0, 0.125, 0.25, 0.375, 0.5]
