@@ -31,6 +31,7 @@ class AdvantageInputs:
     mask: Tensor  # [R] 0/1
     response_lengths: Tensor  # [B] int64 on the CPU
     token_rewards: Tensor  # [R] float64 on the CPU: penalties, and the rest of a sequence's reward at its last token
+    values: Tensor | None = None  # [R] float64 on the CPU, of a critic: what was expected before each token
 
     @property
     def num_groups(self) -> int:
@@ -83,7 +84,9 @@ class AdvantageInputs:
         return centred / (variance + VARIANCE_EPSILON).sqrt()
 
 
-Estimator = Callable[[AdvantageInputs, RLConfig], Tensor]
+# With a critic an estimator also says what values should have been, [R] float64: its returns.
+Estimate = Tensor | tuple[Tensor, Tensor]
+Estimator = Callable[[AdvantageInputs, RLConfig], Estimate]
 ADVANTAGES: Registry[Estimator] = Registry("rl_config.adv_estimator")
 E = TypeVar("E", bound=Estimator)
 _OF_WHOLE_BATCH = "_of_whole_batch"
@@ -111,8 +114,9 @@ def compute_advantages(
     response_lengths: Tensor,
     cfg: RLConfig,
     penalties: Tensor | None = None,
-) -> Tensor:
-    """Advantage of every response token.
+    values: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Advantage of every response token, and with a critic its return.
 
     A NaN reward marks a sample whose scoring failed: its group's statistics leave it out and its own advantage is 0.
     The caller masks such a sample, so that it does not count in the loss's denominator either.
@@ -125,9 +129,10 @@ def compute_advantages(
         response_lengths: [B] int64, tokens of each response; may be 0.
         cfg: settings of the estimators.
         penalties: [R] float, taken off the reward of each token, such as β·KL; None: 0.
+        values: [R] float, of the critic; None: there is none.
 
     Returns:
-        [R] float32 without gradient, 0 where the mask is 0.
+        Advantages and returns, each [R] float32 without gradient, 0 where the mask is 0; no returns without a critic.
 
     Raises:
         ValueError: an unknown name, sizes that do not fit each other, or an infinite reward.
@@ -152,10 +157,13 @@ def compute_advantages(
     answered = lengths > 0  # an empty response has no token to be rewarded at
     tokens[lengths.cumsum(0)[answered] - 1] += rewards[answered]
     _, dense_groups = groups.cpu().unique(return_inverse=True)
-    inputs = AdvantageInputs(
-        torch.where(valid, rewards + of_sequence, 0.0), valid, dense_groups, mask, lengths, tokens
-    )
-    return estimator(inputs, cfg)
+    total = torch.where(valid, rewards + of_sequence, 0.0)
+    expected = None if values is None else values.detach().cpu().double()
+    inputs = AdvantageInputs(total, valid, dense_groups, mask, lengths, tokens, expected)
+    estimate = estimator(inputs, cfg)
+    if isinstance(estimate, tuple):
+        return estimate[0], inputs.counted(estimate[1])
+    return estimate, None
 
 
 @ADVANTAGES.register("group_norm", "grpo")
@@ -233,6 +241,27 @@ def reinforce_plus_plus_baseline(inputs: AdvantageInputs, cfg: RLConfig) -> Tens
     """R − μ (R for a group of one) for every token, whitened over the iteration (arXiv:2501.03262, section 3.2)."""
     advantages = _or_reward_of_one(inputs, inputs.centred())
     return inputs.counted(inputs.whitened(advantages.repeat_interleave(inputs.response_lengths)))
+
+
+@ADVANTAGES.register("gae")
+@of_whole_batch
+def gae(inputs: AdvantageInputs, cfg: RLConfig) -> tuple[Tensor, Tensor]:
+    """A_t = δ_t + γλ A_{t+1}, δ_t = r_t + γ V_{t+1} − V_t, whitened over the iteration (arXiv:1506.02438, eq. 16).
+
+    V is 0 after the end. Tokens that do not count take no time and have no value of their own: A and V are carried
+    through them, as through a tool's output. Returns are A + V before whitening.
+    """
+    assert inputs.values is not None, "the configuration was checked: there is a critic"
+    counted = (inputs.mask > 0).cpu()
+    # V of the next token that counts, itself included; then of the one after it
+    here = backward_scan(torch.where(counted, inputs.values, 0.0), (~counted).double(), inputs.response_lengths)
+    after = torch.zeros_like(here)
+    last = (inputs.response_lengths.cumsum(0) - 1)[inputs.response_lengths > 0]
+    after[:-1] = here[1:]
+    after[last] = 0.0
+    delta = inputs.token_rewards + torch.where(counted, cfg.gamma * after - inputs.values, 0.0)
+    advantages = backward_scan(delta, discounts(inputs, cfg.gamma * cfg.lam), inputs.response_lengths)
+    return inputs.counted(inputs.whitened(advantages)), advantages + inputs.values
 
 
 def _or_reward_of_one(inputs: AdvantageInputs, advantages: Tensor) -> Tensor:

@@ -25,6 +25,7 @@ class MemoryEstimate:
     gradients: int
     optimizer: int
     reference: int
+    critic: int  # its weights, gradients and optimizer
     activations: int
     logits: int
     rollout_weights: int
@@ -34,8 +35,8 @@ class MemoryEstimate:
 
     @property
     def training(self) -> int:
-        """Peak of an update: weights, gradients, optimizer, activations and logits."""
-        return self.weights + self.gradients + self.optimizer + self.activations + self.logits
+        """Peak of an update: weights, gradients, optimizer, all of the critic's, activations and logits."""
+        return self.weights + self.gradients + self.optimizer + self.critic + self.activations + self.logits
 
     @property
     def generating(self) -> int:
@@ -49,7 +50,7 @@ def estimate_memory(cfg: Config, model: ModelConfig, layout: Layout) -> MemoryEs
     With P parameters on the device (`stage_parameters`), w bytes each (2 with bf16, else 4):
     weights P w; gradients 4 P (Megatron reduces in float32); Adam moments 8 P, and 4 P float32 main weights with
     bf16, both divided by DP x CP with the distributed optimizer, those of experts by DP x CP / EP; reference P w when
-    `init_kl_coef` > 0.
+    `init_kl_coef` > 0. A critic takes as much as the actor: its head is small, and it keeps no logits.
     """
     actor, rl, generate = cfg.actor, cfg.rl_config, cfg.generate_config
     width = 2 if actor.bf16 else FLOAT32
@@ -61,10 +62,11 @@ def estimate_memory(cfg: Config, model: ModelConfig, layout: Layout) -> MemoryEs
     state_bytes = 12 if actor.bf16 else 8
     optimizer = (parameters - experts) * state_bytes // shards + experts * state_bytes // expert_shards
     reference = weights if rl.init_kl_coef > 0 else 0
+    models = 2 if rl.adv_estimator == "gae" else 1
     shared = (
-        (0 if generate.offload_train_param else weights)
-        + (0 if generate.offload_train_grad else gradients)
-        + (0 if generate.offload_train_optimizer else optimizer)
+        (0 if generate.offload_train_param else models * weights)
+        + (0 if generate.offload_train_grad else models * gradients)
+        + (0 if generate.offload_train_optimizer else models * optimizer)
         + (0 if generate.offload_reference else reference)
     )
     kv_per_token = kv_bytes_per_token(cfg, model)
@@ -74,6 +76,7 @@ def estimate_memory(cfg: Config, model: ModelConfig, layout: Layout) -> MemoryEs
         gradients=gradients,
         optimizer=optimizer,
         reference=reference,
+        critic=(models - 1) * (weights + gradients + optimizer),
         activations=activation_bytes(cfg, model, layout),
         logits=logit_bytes(cfg, model, layout),
         rollout_weights=rollout_parameters(model, layout.infer_tp) * _DTYPE_BYTES[generate.dtype],

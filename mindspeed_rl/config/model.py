@@ -294,13 +294,25 @@ class ModelConfig(BaseModel):
         return self.num_moe_layers * experts * 3 * self.hidden_size * (self.moe_ffn_hidden_size or 0)
 
     @property
+    def has_value_head(self) -> bool:
+        """One value for each token instead of logits."""
+        return False
+
+    def as_critic(self) -> CriticModel:
+        """The same with a value head."""
+        return CriticModel(**{**dict(self), "untie_embeddings_and_output_weights": True})
+
+    @property
     def num_parameters(self) -> int:
         """Number of weights, tied embeddings counted once."""
         hidden = self.hidden_size
         layers = self.num_layers * (self._attention_parameters() + 2 * hidden)
         mlps = (self.num_layers - self.num_moe_layers) * 3 * hidden * self.ffn_hidden_size
         shared = self.num_moe_layers * 3 * hidden * (self.moe_shared_expert_intermediate_size or 0)
-        embeddings = self.vocab_size * hidden * (2 if self.untie_embeddings_and_output_weights else 1)
+        if self.has_value_head:
+            embeddings = self.vocab_size * hidden + hidden
+        else:
+            embeddings = self.vocab_size * hidden * (2 if self.untie_embeddings_and_output_weights else 1)
         return layers + mlps + shared + self._router_parameters() + self.expert_parameters + embeddings + hidden
 
     def _router_parameters(self) -> int:
@@ -353,6 +365,15 @@ class ModelConfig(BaseModel):
         linear = 2 * self.matmul_parameters
         quadratic = self.num_layers * self.num_attention_heads * (self.kv_channels + self.value_channels)
         return [linear * length + quadratic * length**2 for length in sequence_lengths]
+
+
+class CriticModel(ModelConfig):
+    """A model whose output layer is a value head; so it shares nothing with the embedding."""
+
+    @property
+    def has_value_head(self) -> bool:
+        """One value for each token instead of logits."""
+        return True
 
 
 def _moe_fields(hf: dict[str, Any]) -> dict[str, Any]:

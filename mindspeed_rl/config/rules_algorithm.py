@@ -14,8 +14,11 @@ _CLIPPING = ("ppo", "gspo", "cispo", "gmpo", "clip_cov")
 # key -> the key that gives it a meaning, and the values with which it has one
 _KEY_OF: dict[str, tuple[str, tuple[Any, ...]]] = {
     "norm_adv_by_std": ("adv_estimator", ("group_norm", "grpo", "grpo_passk")),
-    "gamma": ("adv_estimator", ("reinforce_plus_plus",)),
-    "lam": ("adv_estimator", ()),
+    "gamma": ("adv_estimator", ("reinforce_plus_plus", "gae")),
+    "lam": ("adv_estimator", ("gae",)),
+    "cliprange_value": ("adv_estimator", ("gae",)),
+    "critic_warmup": ("adv_estimator", ("gae",)),
+    "critic_forward_micro_batch_size": ("adv_estimator", ("gae",)),
     "clip_ratio": ("loss_type", _CLIPPING),
     "clip_higher_enable": ("loss_type", _CLIPPING),
     "clip_ratio_c": ("loss_type", ("ppo",)),
@@ -34,6 +37,19 @@ _KEY_OF: dict[str, tuple[str, tuple[Any, ...]]] = {
     "overlong_buffer": ("overlong_buffer_enable", (True,)),
     "overlong_buffer_penalty_factor": ("overlong_buffer_enable", (True,)),
 }
+CRITIC_KEYS = (
+    "load",
+    "micro_batch_size",
+    "lr",
+    "min_lr",
+    "lr_decay_style",
+    "lr_warmup_fraction",
+    "weight_decay",
+    "clip_grad",
+    "adam_beta1",
+    "adam_beta2",
+    "adam_eps",
+)
 _NAMES: Mapping[str, tuple[str, ...]] = {
     "adv_estimator": ADV_ESTIMATORS,
     "loss_type": LOSS_TYPES,
@@ -119,6 +135,34 @@ def kl_in_reward_has_a_weight_and_no_gradient(cfg: Config) -> Found:
     if rl.kl_penalty.endswith("+"):
         message = "is about the gradient of a loss, and use_kl_in_reward = True puts KL into rewards"
         yield Violation("rl_config.kl_penalty", rl.kl_penalty, message, f"set {rl.kl_penalty[:-1]}")
+
+
+# ---------------------------------------------------------------- critic
+
+
+@rule("actor.stage", "rl_config.adv_estimator")
+def stage_has_its_critic(cfg: Config) -> Found:
+    stage, estimator = cfg.actor.stage, cfg.rl_config.adv_estimator
+    if (stage == "ray_ppo") != (estimator == "gae"):
+        message = (
+            f"stage = {stage!r} {'has a critic, for gae' if stage == 'ray_ppo' else 'has no critic, as gae needs'}"
+        )
+        hint = "set adv_estimator: gae, or stage: ray_grpo" if stage == "ray_ppo" else "set stage: ray_ppo"
+        yield Violation("rl_config.adv_estimator", estimator, message, hint)
+
+
+@rule("critic_config", "actor.stage")
+def critic_keys_are_its_own(cfg: Config) -> Found:
+    """It shares devices, layout and precision with the actor; so much may differ."""
+    for key in sorted(cfg.critic_config.model_fields_set):
+        path, value = f"critic_config.{key}", getattr(cfg.critic_config, key)
+        if cfg.actor.stage != "ray_ppo":
+            yield Violation(
+                path, value, f"stage = {cfg.actor.stage!r} has no critic", "set stage: ray_ppo, or remove it"
+            )
+        elif key not in CRITIC_KEYS and value != getattr(cfg.actor, key):
+            message = f"the critic shares the actor's devices, and has {getattr(cfg.actor, key)!r}"
+            yield Violation(path, value, message, f"possible keys: {', '.join(CRITIC_KEYS)}")
 
 
 # ---------------------------------------------------------------- the rollout's policy

@@ -69,7 +69,9 @@ class MegatronConfig(Section):
     """Keys of `megatron_training` (defaults for every model) and `actor_config` (overrides for the actor)."""
 
     # run
-    stage: Literal["ray_grpo"] = Field("ray_grpo", description="training algorithm")
+    stage: Literal["ray_grpo", "ray_ppo"] = Field(
+        "ray_grpo", description="training algorithm: ray_ppo has a critic (adv_estimator: gae), ray_grpo has none"
+    )
     model: str = Field(
         "auto", description="preset name from `defaults`, or `auto`: read the checkpoint's config.json"
     )
@@ -203,6 +205,7 @@ ADV_ESTIMATORS = (
     "gpg",
     "reinforce_plus_plus",
     "reinforce_plus_plus_baseline",
+    "gae",
 )
 LOSS_TYPES = ("ppo", "gspo", "cispo", "sapo", "gmpo", "clip_cov", "kl_cov")
 KL_PENALTIES = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
@@ -228,8 +231,14 @@ class RLConfig(Section):
     norm_adv_by_std: Switch = Field(
         True, description="group_norm and grpo_passk: divide by the group's deviation; false: Dr. GRPO"
     )
-    gamma: Fraction = Field(1.0, description="reward discount factor of reinforce_plus_plus")
-    lam: Fraction = Field(0.95, description="GAE lambda; no estimator of this version uses it")
+    gamma: Fraction = Field(1.0, description="reward discount factor of reinforce_plus_plus and gae")
+    lam: Fraction = Field(0.95, description="lambda of gae")
+    cliprange_value: Positive = Field(
+        0.5, description="gae: a value's loss does not fall by moving it further than this from the old one"
+    )
+    critic_warmup: Annotated[int, Field(ge=0)] = Field(
+        0, description="gae: first iterations, in which the critic trains alone"
+    )
     loss_type: str = Field("ppo", description=f"policy loss: {', '.join(LOSS_TYPES)}")
     clip_ratio: Annotated[float, Field(gt=0, le=1)] = Field(0.2, description="policy ratio is clipped to 1 ± this")
     clip_higher_enable: Switch = Field(False, description="clip to 1 − clip_ratio_low … 1 + clip_ratio_high")
@@ -298,6 +307,7 @@ class RLConfig(Section):
     n_samples_per_prompt: Count = Field(8, description="responses generated for each prompt (the group)")
     max_prompt_length: Count = Field(512, description="longer prompts are dropped, and counted")
     actor_forward_micro_batch_size: Count = Field(8, description="sequences a pass when computing old log-probs")
+    critic_forward_micro_batch_size: Count = Field(8, description="sequences a pass when computing values")
     ref_forward_micro_batch_size: Count = Field(8, description="sequences a pass when computing reference log-probs")
     use_dynamic_bsz: Switch = Field(
         False, description="micro-batches of as many sequences as max_packing_token_size holds, not of a fixed number"
@@ -449,6 +459,9 @@ class Config(Section):
 
     megatron_training: MegatronConfig = Field(description="training-engine defaults for every model")
     actor_config: MegatronConfig = Field(MegatronConfig(), description="what differs for actor and reference")
+    critic_config: MegatronConfig = Field(
+        MegatronConfig(), description="with ray_ppo: what differs for the critic, which shares the actor's devices"
+    )
     rl_config: RLConfig = Field(RLConfig(), description="algorithm, rewards, resources and logging")
     generate_config: GenerateConfig = Field(GenerateConfig(), description="rollout engine and sampling")
     model: dict[str, ModelConfig] = Field({}, description="model presets, filled by `defaults: - model: <preset>`")
@@ -468,5 +481,13 @@ class Config(Section):
     @cached_property
     def actor(self) -> MegatronConfig:
         """`megatron_training` overlaid with the keys that `actor_config` sets."""
-        merged: dict[str, Any] = self.megatron_training.model_dump(exclude_unset=True)
-        return MegatronConfig(**{**merged, **self.actor_config.model_dump(exclude_unset=True)})
+        return _overlaid(self.megatron_training, self.actor_config)
+
+    @cached_property
+    def critic(self) -> MegatronConfig:
+        """`actor` overlaid with the keys that `critic_config` sets."""
+        return _overlaid(self.actor, self.critic_config)
+
+
+def _overlaid(base: MegatronConfig, changes: MegatronConfig) -> MegatronConfig:
+    return MegatronConfig(**{**base.model_dump(exclude_unset=True), **changes.model_dump(exclude_unset=True)})

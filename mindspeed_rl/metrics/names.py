@@ -56,6 +56,14 @@ METRICS: dict[str, MetricInfo] = {
     "actor/ppo_kl": MetricInfo("mean", "nat", f"old minus current log-prob, over {_TOKENS}"),
     "actor/grad_norm": MetricInfo("mean", "", "global gradient norm before clipping, over updates", "grad_norm"),
     "actor/lr": MetricInfo("mean", "", "learning rate, over updates", "lr"),
+    "critic/vf_loss": MetricInfo("mean", "", f"value loss, over {_TOKENS}"),
+    "critic/vf_clipfrac": MetricInfo("mean", "", f"share of tokens at cliprange_value, over {_TOKENS}"),
+    "critic/values": MetricInfo("mean", "", f"value, over {_TOKENS}"),
+    "critic/returns": MetricInfo("mean", "", f"return, over {_TOKENS}"),
+    "critic/returns_std": MetricInfo("std", "", f"return, over {_TOKENS}"),
+    "critic/squared_error": MetricInfo("mean", "", f"(value - return)², over {_TOKENS}"),
+    "critic/grad_norm": MetricInfo("mean", "", "global gradient norm before clipping, over updates"),
+    "critic/lr": MetricInfo("mean", "", "learning rate, over updates"),
     "update/imbalance": MetricInfo(
         "mean", "", "largest data-parallel rank's cost of a mini-batch over the ranks' mean, over updates"
     ),
@@ -82,6 +90,7 @@ METRICS: dict[str, MetricInfo] = {
     "timing/rule_reward": MetricInfo("max", "s", "scoring"),
     "timing/reference_model": MetricInfo("max", "s", "reference log-probs"),
     "timing/old_log_p": MetricInfo("max", "s", "old log-probs"),
+    "timing/values": MetricInfo("max", "s", "values of the critic"),
     "timing/adv": MetricInfo("max", "s", "advantages"),
     "timing/update": MetricInfo("max", "s", "all optimizer steps of the iteration"),
     "timing/resharding_to_infer": MetricInfo("max", "s", "weights from training to rollout"),

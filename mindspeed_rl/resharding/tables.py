@@ -174,6 +174,10 @@ SHARED_EXPERT_ROWS = (
 # With tied embeddings the last of several pipeline stages keeps its own copy of the embedding.
 TIED_OUTPUT = Row("output_layer.weight", {"model.embed_tokens.weight": ("vocab", "hidden")}, 0, "vocab")
 
+# A critic has a value for each token in place of logits: Hugging Face's token classification with one label.
+VALUE_HEAD_NAME = "score.weight"
+VALUE_HEAD = Row("output_layer.weight", {VALUE_HEAD_NAME: ("value_head", "hidden")}, None)
+
 DEEPSEEK_TABLE = (
     *(row for row in DENSE_TABLE if ".self_attention." not in row.megatron),
     *LATENT_ATTENTION_ROWS,
@@ -196,6 +200,7 @@ def sizes_of(model: ModelConfig) -> dict[str, int]:
     """The sizes that rows name."""
     return {
         "vocab": model.vocab_size,
+        "value_head": 1,
         "hidden": model.hidden_size,
         "ffn": model.ffn_hidden_size,
         "experts": model.num_moe_experts or 0,

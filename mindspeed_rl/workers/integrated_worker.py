@@ -83,7 +83,7 @@ class IntegratedWorker(TrainingWorker):
     def _come(self, parts: Sequence[Part]) -> None:
         for part in parts:
             if part not in ROLLOUT:
-                self.training.engine.onload(part)
+                self.training.onload(part)
             elif part not in self.rollout_parts:
                 self.rollout.engine.wake_up({"rollout_weights": "weights"}.get(part, part))
                 self.rollout_parts.add(part)
@@ -94,7 +94,7 @@ class IntegratedWorker(TrainingWorker):
             self.rollout_parts.clear()
         for part in parts:
             if part not in ROLLOUT and may_leave(self.config, part):
-                self.training.engine.offload(part)
+                self.training.offload(part)
 
     def generate(self, iteration: int) -> WorkerReport:
         """Generate this rollout replica's share of the iteration's responses."""
@@ -106,7 +106,11 @@ class IntegratedWorker(TrainingWorker):
     def generate_and_score(self, iteration: int) -> WorkerReport:
         """Generate; score what is complete in between and, without waiting for other replicas, the rest after."""
         timings, generate = Timings(iteration), self.config.generate_config
-        away = {"old_log_prob": generate.offload_train_param, "reference": generate.offload_reference}
+        away = {
+            "old_log_prob": generate.offload_train_param,
+            "reference": generate.offload_reference,
+            "value": generate.offload_train_param,
+        }
         overlap = [stage for stage in scoring_stages(self.config) if not away[stage]]
         shares_experts = self.layout.ep > 1
         if shares_experts:  # scoring is a pass of all ranks that share experts: none can take what it finds ready

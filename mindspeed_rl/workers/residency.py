@@ -17,7 +17,18 @@ from typing import Literal
 from mindspeed_rl.config.schema import Config
 from mindspeed_rl.workers.stages import scoring_stages
 
-Part = Literal["param", "grad", "optimizer", "reference", "rollout_weights", "kv_cache"]
+Part = Literal[
+    "param",
+    "grad",
+    "optimizer",
+    "reference",
+    "critic_param",
+    "critic_grad",
+    "critic_optimizer",
+    "rollout_weights",
+    "kv_cache",
+]
+CRITIC: tuple[Part, ...] = ("critic_param", "critic_grad", "critic_optimizer")  # nothing without a critic
 ROLLOUT: tuple[Part, ...] = ("rollout_weights", "kv_cache")
 
 
@@ -35,7 +46,7 @@ _ACTOR = Step("onload", ("param",), "resharding_to_train")
 
 BEFORE: dict[str, tuple[Step, ...]] = {
     "resharding": (
-        Step("offload", ("grad", "optimizer"), "offload"),
+        Step("offload", ("grad", "optimizer", *CRITIC), "offload"),
         Step("onload", ("param", "rollout_weights"), "resharding_to_infer"),
     ),
     "rollout": (
@@ -44,9 +55,12 @@ BEFORE: dict[str, tuple[Step, ...]] = {
     ),
     "reference": (_SLEEP, Step("onload", ("reference",), "offload")),
     "old_log_prob": (_SLEEP, _ACTOR),
-    "update": (_SLEEP, _ACTOR, Step("onload", ("grad", "optimizer"), "offload")),
+    "value": (_SLEEP, Step("onload", ("critic_param",), "offload")),
+    "update": (_SLEEP, _ACTOR, Step("onload", ("grad", "optimizer", *CRITIC), "offload")),
 }
-AFTER: dict[str, tuple[Step, ...]] = {"reference": (Step("offload", ("reference",), "offload"),)}
+AFTER: dict[str, tuple[Step, ...]] = {
+    "reference": (Step("offload", ("reference",), "offload"),),
+}
 
 
 def may_leave(config: Config, part: Part) -> bool:
@@ -58,6 +72,7 @@ def may_leave(config: Config, part: Part) -> bool:
         "optimizer": generate.offload_train_optimizer,
         "reference": generate.offload_reference,
     }
+    part = part.removeprefix("critic_")
     return wanted.get(part, True)
 
 

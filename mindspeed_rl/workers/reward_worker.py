@@ -158,8 +158,12 @@ class RewardWorker:
                 # samples whose scoring failed do not train
                 mask = torch.repeat_interleave(torch.isfinite(rewards).float(), lengths)
                 penalties = self._kl_penalties(columns, kl_coef) if rl.use_kl_in_reward else None
-                advantages = compute_advantages(rl.adv_estimator, rewards, groups, mask, lengths, rl, penalties)
-                self._put_advantages(claims, advantages, mask, lengths)
+                values = torch.cat(columns["values"]) if "values" in columns else None
+                advantages, returns = compute_advantages(
+                    rl.adv_estimator, rewards, groups, mask, lengths, rl, penalties, values
+                )
+                results = {"advantages": advantages, "loss_mask": mask}
+                self._put_tokens(claims, lengths, results if returns is None else {**results, "returns": returns})
             for group in groups.unique():
                 scored = rewards[(groups == group) & torch.isfinite(rewards)]
                 metrics.mean(
@@ -178,14 +182,14 @@ class RewardWorker:
                 yield claims
                 claims = []
 
-    def _put_advantages(
-        self, claims: Sequence[Claim], advantages: torch.Tensor, mask: torch.Tensor, lengths: torch.Tensor
+    def _put_tokens(
+        self, claims: Sequence[Claim], lengths: torch.Tensor, columns: Mapping[str, torch.Tensor]
     ) -> None:
-        sizes = [len(claim.rows) for claim in claims]
-        tokens = [int(part.sum()) for part in lengths.split(sizes)]
-        parts = zip(claims, lengths.split(sizes), advantages.split(tokens), mask.split(tokens), strict=True)
-        for claim, of_rows, of_tokens, counted in parts:
-            self.dock.ack(claim, {"advantages": Jagged(of_tokens, of_rows), "loss_mask": Jagged(counted, of_rows)})
+        """Hand in columns of all tokens [R] of these claims' rows, whose lengths are [B]."""
+        of_claims = lengths.split([len(claim.rows) for claim in claims])
+        parts = {name: column.split([int(part.sum()) for part in of_claims]) for name, column in columns.items()}
+        for number, (claim, of_rows) in enumerate(zip(claims, of_claims, strict=True)):
+            self.dock.ack(claim, {name: Jagged(part[number], of_rows) for name, part in parts.items()})
 
     def _kl_penalties(self, columns: Mapping[str, Any], kl_coef: float) -> torch.Tensor:
         """What every token's reward is reduced by, [R] float32."""

@@ -31,6 +31,8 @@ COLUMNS = {
     "rewards": ColumnSpec(dtype="float32", kind="scalar"),  # weighted sum of the verifiers; NaN: scoring failed
     "reference_log_probs": PER_TOKEN,
     "old_log_probs": PER_TOKEN,  # of the policy before this iteration's updates, by the training engine
+    "values": PER_TOKEN,  # of the critic before this iteration's updates
+    "returns": PER_TOKEN,  # what those should have been
     "advantages": PER_TOKEN,
     "loss_mask": PER_TOKEN,  # 1: the token counts in the loss
 }
@@ -38,7 +40,7 @@ COLUMNS = {
 
 @dataclass(frozen=True)
 class ScoringStage:
-    """A stage in which the training engine computes log-probs of responses."""
+    """A stage in which a training engine computes log-probs, or values, of responses."""
 
     column: str  # what it puts into the dock
     timing: str  # MindSpeed RL's name of its time
@@ -47,7 +49,13 @@ class ScoringStage:
 SCORING = {
     "reference": ScoringStage("reference_log_probs", "reference_model"),
     "old_log_prob": ScoringStage("old_log_probs", "old_log_p"),
+    "value": ScoringStage("values", "values"),
 }
+
+
+def uses_critic(config: Config) -> bool:
+    """True if advantages need values."""
+    return config.rl_config.adv_estimator == "gae"
 
 
 def uses_reference(config: Config) -> bool:
@@ -82,13 +90,22 @@ def old_log_probs_column(config: Config) -> str:
 def advantage_columns(config: Config) -> tuple[str, ...]:
     """What advantages are computed from."""
     kl = ("reference_log_probs", old_log_probs_column(config)) if config.rl_config.use_kl_in_reward else ()
-    return ("rewards", "responses", *kl)
+    return ("rewards", "responses", *kl, *(("values",) if uses_critic(config) else ()))
+
+
+def advantage_results(config: Config) -> tuple[str, ...]:
+    """What is computed then."""
+    return ("advantages", "loss_mask", *(("returns",) if uses_critic(config) else ()))
 
 
 def scoring_stages(config: Config) -> list[str]:
     """Which of `SCORING` this run needs."""
-    stages = ["reference"] if uses_reference(config) else []
-    return [*stages, "old_log_prob"] if uses_old_log_probs(config) else stages
+    used = {
+        "reference": uses_reference(config),
+        "old_log_prob": uses_old_log_probs(config),
+        "value": uses_critic(config),
+    }
+    return [stage for stage in used if used[stage]]
 
 
 def update_columns(config: Config) -> tuple[str, ...]:
@@ -98,6 +115,8 @@ def update_columns(config: Config) -> tuple[str, ...]:
         "old_log_probs": uses_old_log_probs(config),
         "rollout_log_probs": bool(config.generate_config.sampling_config.logprobs),
         "policy_versions": tokens_may_be_stale(config),
+        "values": uses_critic(config),
+        "returns": uses_critic(config),
     }
     return ("advantages", "loss_mask", *(name for name, used in optional.items() if used))
 
@@ -124,7 +143,7 @@ def dock_spec(config: Config, layout: Layout) -> DockSpec:
             stage: ConsumerSpec(needs=sequences, shares=layout.dp, puts=(SCORING[stage].column,))
             for stage in scoring_stages(config)
         },
-        "advantage": ConsumerSpec(needs=advantage_columns(config), grouped=True, puts=("advantages", "loss_mask")),
+        "advantage": ConsumerSpec(needs=advantage_columns(config), grouped=True, puts=advantage_results(config)),
         "update": ConsumerSpec(
             needs=(*sequences, *update_columns(config)),
             shares=layout.dp,

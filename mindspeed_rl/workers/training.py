@@ -14,6 +14,7 @@ from mindspeed_rl.algorithms.importance import importance_weights
 from mindspeed_rl.algorithms.mismatch import mismatch_metrics
 from mindspeed_rl.algorithms.policy_objective import PolicyObjective
 from mindspeed_rl.algorithms.registry import load_custom_algorithms
+from mindspeed_rl.algorithms.value_objective import ValueObjective
 from mindspeed_rl.checkpoint.background import BackgroundWriter
 from mindspeed_rl.checkpoint.hf import HFWeights, is_hf_folder
 from mindspeed_rl.checkpoint.state import CheckpointReader, CheckpointStore
@@ -27,7 +28,7 @@ from mindspeed_rl.transfer_dock.spec import Claim
 from mindspeed_rl.types import Denominators, RolloutBatch
 from mindspeed_rl.workers.context import Context, Source
 from mindspeed_rl.workers.control import ControlGroup
-from mindspeed_rl.workers.stages import SCORING, old_log_probs_column, uses_reference
+from mindspeed_rl.workers.stages import SCORING, old_log_probs_column, uses_critic, uses_reference
 
 if TYPE_CHECKING:
     from mindspeed_rl.engine.base import TrainingEngine
@@ -43,6 +44,7 @@ class Training:
     """
 
     def __init__(self, context: Context, model: ModelConfig, source: Source):
+        from mindspeed_rl.engine.megatron.critic import CriticEngine
         from mindspeed_rl.engine.megatron.engine import MegatronEngine, initialize_parallel_state
 
         self.rank, self.config, self.layout, self.model = context.rank, context.config, context.layout, model
@@ -65,12 +67,24 @@ class Training:
             with_reference=uses_reference(self.config),
         )
         load_custom_algorithms(self.rl.custom_algorithm_file)
+        self.critic: TrainingEngine | None = None
+        if uses_critic(self.config):
+            self.critic = CriticEngine(
+                self.config.critic,
+                model,
+                context.device,
+                self.layout.total_optimizer_steps,
+                self._start_weights(source.critic_weights or source.weights),
+            )
         self.objective = PolicyObjective(self.rl, horizon=self.sampling.max_tokens)
+        self.value_objective = ValueObjective(self.rl, horizon=self.sampling.max_tokens)
         self.writer = BackgroundWriter(context.device)
         if source.state is not None:
             checkpoint = self._open(source.state)
             state = checkpoint.load_rank(self.rank, self.layout)
             self.engine.load_state(checkpoint.tensors, state, optimizer=source.load_optim)
+            if self.critic is not None:
+                self.critic.load_state(checkpoint.tensors, state["critic"], optimizer=source.load_optim)
             if source.load_rng:
                 self.engine.load_rng(state, checkpoint.trainer["iteration"])
 
@@ -89,6 +103,21 @@ class Training:
         self.engine.onload("param")
         bucket_bytes = int(self.config.generate_config.resharding_bucket_mb * 2**20)
         return self.engine.export_weights(bucket_bytes, rollout)
+
+    # ---- memory --------------------------------------------------------------------------------------------------
+
+    def onload(self, part: str) -> None:
+        """Bring a part of an engine to the device; those that begin with `critic_` are the critic's."""
+        self._move("onload", part)
+
+    def offload(self, part: str) -> None:
+        """Take such a part off the device."""
+        self._move("offload", part)
+
+    def _move(self, action: str, part: str) -> None:
+        engine = self.critic if part.startswith("critic_") else self.engine
+        if engine is not None:
+            getattr(engine, action)(part.removeprefix("critic_"))
 
     # ---- scoring -------------------------------------------------------------------------------------------------
 
@@ -120,6 +149,8 @@ class Training:
             "update": self.config.actor.micro_batch_size,
             "reference": self.rl.ref_forward_micro_batch_size,
             "old_log_prob": self.rl.actor_forward_micro_batch_size,
+            "value": self.rl.critic_forward_micro_batch_size,
+            "critic_update": self.config.critic.micro_batch_size,
         }
         return sizes[stage]
 
@@ -130,7 +161,9 @@ class Training:
             # ranks that share experts make equally many passes: each needs the others in its own
             most = self.engine.max_over_data_parallel([len(micro)])[0]
             micro = self._micro_batches(batch, stage, at_least=int(most))
-        values = self.engine.log_probs(batch, micro, self.sampling.temperature, reference=stage == "reference")
+        engine = self.critic if stage == "value" else self.engine
+        assert engine is not None, "a run without a critic has no such stage"
+        values = engine.log_probs(batch, micro, self.sampling.temperature, reference=stage == "reference")
         if self.replica.is_leader:
             assert values is not None, "the leader of a model replica is its output rank"
             self.dock.ack(claim, {SCORING[stage].column: values})
@@ -157,7 +190,7 @@ class Training:
     # ---- update --------------------------------------------------------------------------------------------------
 
     def update(self, kl_coef: float, timings: Timings) -> MetricSet:
-        """Train on the iteration's samples: `epochs` passes, one optimizer step a mini-batch."""
+        """Train on the iteration's samples: `epochs` passes, one optimizer step a mini-batch, of a critic before."""
         metrics, mini_batches = MetricSet(), []
         for claim in self._claims("update", timings):
             with timings("update"):
@@ -175,18 +208,46 @@ class Training:
         return metrics
 
     def _train(self, batch: RolloutBatch, kl_coef: float, iteration: int, metrics: MetricSet) -> None:
-        """An update, whose metrics are added to those of the iteration's earlier ones; none after one not made."""
-        if (stopped := metrics.get("actor/early_stopped")) and stopped.value:
-            metrics.mean("actor/early_stopped", 1.0)
-            return
+        """An update, whose metrics are added to those of the iteration's earlier ones."""
         local = count(torch.cat(batch.columns["loss_mask"]), batch.response_lengths)
         cost = sum(sequence_costs(batch.lengths, self.model))
         needed = len(self._micro_batches(batch, "update"))
         tokens, sequences, whole_cost = self.engine.sum_over_data_parallel([local.tokens, local.sequences, cost])
         largest_cost, most = self.engine.max_over_data_parallel([cost, needed])
-        # claims give all data-parallel ranks equally many sequences: each can make as many passes as any other
-        passes = self._micro_batches(batch, "update", at_least=int(most))
+        metrics.mean("update/imbalance", largest_cost * self.layout.dp / whole_cost)
         denominators = Denominators(tokens, sequences)
+        # claims give all data-parallel ranks equally many sequences: each can make as many passes as any other
+        if self.critic is not None:
+            passes = self._micro_batches(batch, "critic_update", at_least=int(most))
+            metrics.merge(self._train_critic(self.critic, batch, passes, denominators))
+        if iteration >= self.rl.critic_warmup:
+            passes = self._micro_batches(batch, "update", at_least=int(most))
+            self._train_actor(batch, passes, denominators, kl_coef, iteration, metrics)
+
+    def _train_critic(
+        self, critic: TrainingEngine, batch: RolloutBatch, passes: list[list[int]], denominators: Denominators
+    ) -> MetricSet:
+        def loss(micro: RolloutBatch, values: torch.Tensor, _: torch.Tensor | None) -> tuple[torch.Tensor, MetricSet]:
+            names = ("values", "returns", "loss_mask")
+            old, returns, mask = (torch.cat(micro.columns[name]).to(values.device) for name in names)
+            lengths = micro.response_lengths.to(values.device)
+            return self.value_objective(values, old, returns, mask, lengths, denominators)
+
+        return critic.train_mini_batch(batch, loss, passes, self.sampling.temperature, entropy=False)
+
+    def _train_actor(
+        self,
+        batch: RolloutBatch,
+        passes: list[list[int]],
+        denominators: Denominators,
+        kl_coef: float,
+        iteration: int,
+        metrics: MetricSet,
+    ) -> None:
+        """None after an update of the iteration that was not made."""
+        if (stopped := metrics.get("actor/early_stopped")) and stopped.value:
+            metrics.mean("actor/early_stopped", 1.0)
+            return
 
         def loss(
             micro: RolloutBatch, log_probs: torch.Tensor, entropy: torch.Tensor | None
@@ -223,7 +284,6 @@ class Training:
         metrics.merge(
             self.engine.train_mini_batch(batch, loss, passes, self.sampling.temperature, entropy=True, limit=limit)
         )
-        metrics.mean("update/imbalance", largest_cost * self.layout.dp / whole_cost)
 
     def _importance(
         self, columns: Mapping[str, torch.Tensor], old: torch.Tensor, lengths: torch.Tensor, iteration: int
@@ -251,10 +311,14 @@ class Training:
 
     def save(self, root: str, iteration: int) -> None:
         """Write this rank's part of a checkpoint that the driver has begun and will commit."""
-        for part in ("param", "optimizer"):
-            self.engine.onload(part)
+        for part in ("param", "optimizer", "critic_param", "critic_optimizer"):
+            self.onload(part)
         actor = self.config.actor
-        pieces = self.engine.pieces(optimizer=not actor.no_save_optim)
-        state = self.engine.rank_state(optimizer=not actor.no_save_optim, rng=not actor.no_save_rng)
+        optimizer = not actor.no_save_optim
+        pieces = self.engine.pieces(optimizer)
+        state = self.engine.rank_state(optimizer, rng=not actor.no_save_rng)
+        if self.critic is not None:
+            pieces += self.critic.pieces(optimizer)
+            state["critic"] = self.critic.rank_state(optimizer, rng=False)
         write = self.writer.write if actor.async_save else CheckpointStore.write_rank
         write(CheckpointStore(root), iteration, self.rank, pieces, state)

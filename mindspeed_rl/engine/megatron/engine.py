@@ -52,7 +52,7 @@ def initialize_parallel_state(cfg: MegatronConfig) -> None:
 
 
 class MegatronEngine:
-    """See `mindspeed_rl.engine.base.TrainingEngine`.
+    """See `mindspeed_rl.engine.base.TrainingEngine`. A class below it has another role, in metrics and checkpoints.
 
     Args:
         cfg: the actor's configuration.
@@ -62,6 +62,9 @@ class MegatronEngine:
         weights: what actor and reference start from.
         with_reference: keep a frozen copy of the starting weights.
     """
+
+    role = "actor"
+    state_prefix = ""
 
     def __init__(
         self,
@@ -101,11 +104,22 @@ class MegatronEngine:
     # ---- weights -------------------------------------------------------------------------------------------------
 
     def _load(self, chunks: Sequence[GPTModel], weights: HFWeights | StoredTensors) -> None:
-        parameters = dict(named_parameters(chunks, self.model_config, self.layout))
+        self._fill(self._parameters_of(chunks), weights, self.model_config)
+
+    def _parameters_of(self, chunks: Sequence[torch.nn.Module]) -> dict[str, torch.nn.Parameter]:
+        return dict(named_parameters(chunks, self.model_config, self.layout))
+
+    def _fill(
+        self,
+        parameters: Mapping[str, torch.nn.Parameter],
+        weights: HFWeights | StoredTensors,
+        stored: ModelConfig,
+    ) -> None:
+        """Read parameters from the weights of a model `stored`, which has them all."""
         if isinstance(weights, StoredTensors):
             read_pieces(Sharding(self.model_config, self.layout, parameters), weights)
             return
-        check_hf_names(self.model_config, weights.names)
+        check_hf_names(stored, weights.names)
         tp_rank, tp_size = mpu.get_tensor_model_parallel_rank(), mpu.get_tensor_model_parallel_world_size()
         pp_rank, ep_rank = mpu.get_pipeline_model_parallel_rank(), mpu.get_expert_model_parallel_rank()
         held = self.layout.held(self.model_config, pp_rank, ep_rank)
@@ -144,7 +158,7 @@ class MegatronEngine:
         if self.cfg.overlap_param_gather:
             for chunk in self.actor:
                 chunk.start_param_sync(force_sync=True)
-        return dict(named_parameters([chunk.module for chunk in self.actor], self.model_config, self.layout))
+        return self._parameters_of([chunk.module for chunk in self.actor])
 
     # ---- passes --------------------------------------------------------------------------------------------------
 
@@ -180,10 +194,10 @@ class MegatronEngine:
             collect_non_loss_data=forward_only,
         )
 
-    def _response_log_probs(
+    def _response_outputs(
         self, micro: PackedMicroBatch, logits: torch.Tensor, temperature: float, entropy: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Of all response tokens [R], on every rank of the last stage."""
+        """Log-probs and entropies of all response tokens [R], on every rank of the last stage."""
         log_probs, entropies = vocab_parallel_log_probs(
             logits[0, micro.predictors],
             micro.targets[micro.predicted],
@@ -192,10 +206,14 @@ class MegatronEngine:
             temperature=temperature,
             with_entropy=entropy,
         )
-        if self.cfg.context_parallel_size == 1:
-            return log_probs, entropies
-        of_all = partial(gather_tokens, micro.predicted, len(micro.targets), mpu.get_context_parallel_group())
+        of_all = partial(self._of_all_tokens, micro)
         return of_all(log_probs), None if entropies is None else of_all(entropies)
+
+    def _of_all_tokens(self, micro: PackedMicroBatch, values: torch.Tensor) -> torch.Tensor:
+        """From values of this context-parallel rank's response tokens to those of all, [r] -> [R]."""
+        if self.cfg.context_parallel_size == 1:
+            return values
+        return gather_tokens(micro.predicted, len(micro.targets), mpu.get_context_parallel_group(), values)
 
     @torch.no_grad()
     def log_probs(
@@ -211,7 +229,7 @@ class MegatronEngine:
         def on_logits(micro: PackedMicroBatch, logits: torch.Tensor, non_loss_data: bool) -> list[torch.Tensor]:
             if not len(micro.batch):
                 return []
-            values, _ = self._response_log_probs(micro, logits, temperature, entropy=False)
+            values, _ = self._response_outputs(micro, logits, temperature, entropy=False)
             return list(values.cpu().split(micro.batch.response_lengths.tolist()))
 
         results = self._run(chunks, batch, micro_batches, on_logits, forward_only=True)
@@ -243,7 +261,7 @@ class MegatronEngine:
             tokens = torch.ones((), dtype=torch.int, device=logits.device)
             if not len(micro.batch):
                 return 0.0 * logits.sum(), tokens, MetricSet()
-            log_probs, entropies = self._response_log_probs(micro, logits, temperature, entropy)
+            log_probs, entropies = self._response_outputs(micro, logits, temperature, entropy)
             loss, metrics = loss_function(micro.batch, log_probs, entropies)
             return loss, tokens, metrics
 
@@ -262,8 +280,8 @@ class MegatronEngine:
         self._away["optimizer"].ready()
         grad_norm, learning_rate = self.optimizer.step()
         if self.is_output_rank:
-            metrics.mean("actor/grad_norm", grad_norm)
-            metrics.mean("actor/lr", learning_rate)
+            metrics.mean(f"{self.role}/grad_norm", grad_norm)
+            metrics.mean(f"{self.role}/lr", learning_rate)
         return metrics
 
     def sum_over_data_parallel(self, values: Sequence[float]) -> list[float]:
@@ -367,7 +385,7 @@ class MegatronEngine:
             model_parallel_cuda_manual_seed(seed)
 
     def _sharding(self) -> Sharding:
-        return Sharding(self.model_config, self.layout, self._actor_parameters())
+        return Sharding(self.model_config, self.layout, self._actor_parameters(), self.state_prefix)
 
 
 def _none_if_alone(group: dist.ProcessGroup) -> dist.ProcessGroup | None:

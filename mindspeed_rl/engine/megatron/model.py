@@ -26,6 +26,7 @@ from mindspeed_rl.engine.megatron.modules import (
     PackedAttention,
     RMSNorm,
     RotaryTransformerConfig,
+    ValueHead,
     do_without_transformer_engine,
     use_packed_rotary_embedding,
 )
@@ -191,6 +192,8 @@ def _build_chunk(
     )
     if model.has_latent_attention:
         use_grouped_routers(built, model.moe_router_enable_expert_bias)
+    if model.has_value_head and built.post_process:
+        built.output_layer = ValueHead(config)
     frequencies = inverse_frequencies(model, device.current())
     for module in built.modules():  # one of the whole model, or one of each latent attention
         if isinstance(module, RotaryEmbedding):

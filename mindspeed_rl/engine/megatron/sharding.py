@@ -34,6 +34,7 @@ class Sharding:
     model: ModelConfig
     layout: WeightLayout
     parameters: Mapping[str, torch.nn.Parameter]  # by name in the whole model
+    role: str = ""  # before all names: several models may be in a checkpoint
 
     @property
     def held(self) -> dict[str, Parameter]:
@@ -47,7 +48,7 @@ class Sharding:
         """Pieces of consecutive elements of the flattened shard of a parameter, from `start` on."""
         tp_rank = self.layout.coordinates(dist.get_rank())[0]
         for slab in parameter.slabs(tp_rank, self.layout.tp, start, start + len(elements), most):
-            yield Piece(prefix + slab.name, slab.shape, slab.offsets, slab.of_shard(elements, start))
+            yield Piece(self.role + prefix + slab.name, slab.shape, slab.offsets, slab.of_shard(elements, start))
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
@@ -87,7 +88,7 @@ def read_pieces(sharding: Sharding, tensors: StoredTensors, optimizer: Optimizer
         CheckpointError: something is missing or has another shape.
     """
     held = sharding.held
-    main = MAIN if tensors.names(MAIN) else WEIGHTS
+    main = MAIN if tensors.names(sharding.role + MAIN) else WEIGHTS
     of_model = main if optimizer is not None and not optimizer.keeps_main_weights else WEIGHTS
     pieces: list[Piece] = []
 

@@ -1,0 +1,58 @@
+"""The critic in Megatron-core: the actor's kind of model with one value for each token instead of logits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from megatron.core.models.gpt import GPTModel
+
+from mindspeed_rl.checkpoint.hf import HFWeights
+from mindspeed_rl.checkpoint.tensors import StoredTensors
+from mindspeed_rl.config.model import ModelConfig
+from mindspeed_rl.config.schema import MegatronConfig
+from mindspeed_rl.device.base import Device
+from mindspeed_rl.engine.megatron.engine import MegatronEngine
+from mindspeed_rl.engine.megatron.packing import PackedMicroBatch
+from mindspeed_rl.resharding.tables import VALUE_HEAD, VALUE_HEAD_NAME
+
+
+class CriticEngine(MegatronEngine):
+    """Values instead of log-probs: `log_probs` returns V of each response token, given what is before the token, and
+    loss functions get these in place of log-probs, and no entropy.
+
+    The body starts from the actor's weights or `load`, the head from 0 unless the weights have one (`score.weight`,
+    as Hugging Face's token classification has).
+    """
+
+    role = "critic"
+    state_prefix = "critic."
+
+    def __init__(
+        self,
+        cfg: MegatronConfig,
+        model: ModelConfig,
+        device: Device,
+        total_steps: int,
+        weights: HFWeights | StoredTensors,
+    ):
+        self.backbone = model
+        super().__init__(cfg, model.as_critic(), device, total_steps, weights, with_reference=False)
+
+    def _load(self, chunks: Sequence[GPTModel], weights: HFWeights | StoredTensors) -> None:
+        has_head = isinstance(weights, HFWeights) and VALUE_HEAD_NAME in weights.names
+        parameters = self._parameters_of(chunks)
+        if has_head:
+            self._fill(parameters, weights, self.model_config)
+            return
+        head = parameters.pop(VALUE_HEAD.megatron, None)
+        if head is not None:
+            head.data.zero_()
+        self._fill(parameters, weights, self.backbone)
+
+    def _response_outputs(
+        self, micro: PackedMicroBatch, outputs: torch.Tensor, temperature: float, entropy: bool
+    ) -> tuple[torch.Tensor, None]:
+        """Values of all response tokens [R], on every rank of the last stage."""
+        values = outputs[0, micro.predictors, 0]
+        return self._of_all_tokens(micro, values), None
