@@ -13,9 +13,9 @@ if __name__ == "__main__":  # run as a file: Python then searches cli/ instead o
 from mindspeed_rl.common.command_line import config_parser, run_command
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser(name: str, description: str) -> argparse.ArgumentParser:
     """Arguments of all training commands."""
-    parser = config_parser("train_grpo", "Post-train a language model with GRPO.")
+    parser = config_parser(name, description)
     parser.add_argument("--cfg", choices=["job"], help="print the composed configuration and exit")
     parser.add_argument("--dry-run", action="store_true", help="validate, print layout and memory estimate, and exit")
     parser.add_argument("--trace", action="store_true", help="write a timeline of all stages: sets trace=true")
@@ -24,12 +24,19 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit code: 0, 2 for a wrong configuration, else that of the error."""
-    args = build_parser().parse_intermixed_args(argv)
-    return run_command(lambda: _run(args))
+    return train("train_grpo", "Post-train a language model with GRPO.", "ray_grpo", argv)
 
 
-def _run(args: argparse.Namespace) -> int:
+def train(name: str, description: str, stage: str, argv: Sequence[str] | None = None) -> int:
+    """Run the training command `name`, for configurations of one `stage`; returns the exit code."""
+    args = build_parser(name, description).parse_intermixed_args(argv)
+    return run_command(lambda: _run(args, stage))
+
+
+def _run(args: argparse.Namespace, stage: str) -> int:
+    from mindspeed_rl.common.errors import ConfigError, Violation
     from mindspeed_rl.config.compose import compose_yaml, load_config
+    from mindspeed_rl.config.files import actor_path
 
     if args.trace:
         args.overrides.append("trace=true")
@@ -37,6 +44,12 @@ def _run(args: argparse.Namespace) -> int:
         print(compose_yaml(args.config_name, args.overrides, args.config_dir), end="")
     previewed = bool(args.cfg) or args.dry_run
     cfg, resolved_yaml = load_config(args.config_name, args.overrides, args.config_dir, files_exist=not previewed)
+    if cfg.actor.stage != stage:
+        message, hint = (
+            f"this command trains stage: {stage}",
+            f"use cli/train_{cfg.actor.stage.removeprefix('ray_')}.py",
+        )
+        raise ConfigError([Violation(actor_path(cfg, "stage"), cfg.actor.stage, message, hint)])
     if args.dry_run:
         from rich.console import Console
 

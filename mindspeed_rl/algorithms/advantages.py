@@ -30,7 +30,7 @@ class AdvantageInputs:
     groups: Tensor  # [B] int64, 0 <= group < number of groups
     mask: Tensor  # [R] 0/1
     response_lengths: Tensor  # [B] int64 on the CPU
-    token_rewards: Tensor  # [R] float64 on the CPU: penalties, and the rest of a sequence's reward at its last token
+    token_rewards: Tensor  # [R] float64 on the CPU: penalties, and the rest of a reward at its last counted token
     values: Tensor | None = None  # [R] float64 on the CPU, of a critic: what was expected before each token
 
     @property
@@ -154,8 +154,7 @@ def compute_advantages(
         tokens -= torch.where((mask > 0).cpu(), penalties.detach().cpu().double(), 0.0)
     sequences = torch.arange(len(lengths)).repeat_interleave(lengths)
     of_sequence = torch.zeros_like(rewards).index_add(0, sequences, tokens)
-    answered = lengths > 0  # an empty response has no token to be rewarded at
-    tokens[lengths.cumsum(0)[answered] - 1] += rewards[answered]
+    tokens.index_add_(0, *_last_counted(mask, sequences, rewards))
     _, dense_groups = groups.cpu().unique(return_inverse=True)
     total = torch.where(valid, rewards + of_sequence, 0.0)
     expected = None if values is None else values.detach().cpu().double()
@@ -164,6 +163,13 @@ def compute_advantages(
     if isinstance(estimate, tuple):
         return estimate[0], inputs.counted(estimate[1])
     return estimate, None
+
+
+def _last_counted(mask: Tensor, sequences: Tensor, rewards: Tensor) -> tuple[Tensor, Tensor]:
+    """The last counted token of each sequence that has one, as indices into R, and the sequence's reward."""
+    counted = torch.nonzero((mask > 0).cpu())[:, 0]
+    last = torch.full((len(rewards),), -1).scatter_reduce(0, sequences[counted], counted, "amax")
+    return last[last >= 0], rewards[last >= 0]
 
 
 @ADVANTAGES.register("group_norm", "grpo")
@@ -248,8 +254,8 @@ def reinforce_plus_plus_baseline(inputs: AdvantageInputs, cfg: RLConfig) -> Tens
 def gae(inputs: AdvantageInputs, cfg: RLConfig) -> tuple[Tensor, Tensor]:
     """A_t = δ_t + γλ A_{t+1}, δ_t = r_t + γ V_{t+1} − V_t, whitened over the iteration (arXiv:1506.02438, eq. 16).
 
-    V is 0 after the end. Tokens that do not count take no time and have no value of their own: A and V are carried
-    through them, as through a tool's output. Returns are A + V before whitening.
+    V is 0 after the end. Tokens that do not count take no time and have no value of their own, as a tool's output:
+    the token before them is followed by the one after them. Returns are A + V before whitening.
     """
     assert inputs.values is not None, "the configuration was checked: there is a critic"
     counted = (inputs.mask > 0).cpu()

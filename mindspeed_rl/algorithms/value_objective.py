@@ -14,8 +14,8 @@ from mindspeed_rl.types import Denominators
 class ValueObjective:
     """½ max((V − R)², (V' − R)²) with V' = V within ±`cliprange_value` of its old value, by `loss_agg_mode`.
 
-    The clipped value loss of PPO's published implementation (Engstrom et al. 2020, arXiv:2005.12729, section 3); R are
-    the returns.
+    The clipped value loss of PPO's published implementation (Engstrom et al. 2020, arXiv:2005.12729, section 3); R
+    are the returns.
 
     Args:
         cfg: the run's `rl_config`.

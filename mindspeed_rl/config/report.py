@@ -124,6 +124,7 @@ def _memory_table(cfg: Config, model: ModelConfig, layout: Layout) -> Table:
         "training weights": memory.weights,
         "gradients": memory.gradients,
         "optimizer state": memory.optimizer,
+        "critic: weights, gradients, optimizer state": memory.critic,
         "activations of a micro-batch": memory.activations,
         "logits of a micro-batch": memory.logits,
         "[bold]update, all together": memory.training,

@@ -24,7 +24,7 @@ from mindspeed_rl.trainer.trace import Trace
 from mindspeed_rl.transfer_dock.spec import Selection, TransferDock
 from mindspeed_rl.workers.fleet import Fleet
 from mindspeed_rl.workers.group import Call
-from mindspeed_rl.workers.stages import uses_partial_rollout
+from mindspeed_rl.workers.stages import uses_critic, uses_partial_rollout
 
 DOCK = "dock.pkl"  # file of a checkpoint: unfinished responses, as a pickled `DockSnapshot`
 
@@ -96,7 +96,8 @@ class GRPOTrainer:
         else:
             report.add(self.watch.wait(samples + self.fleet.score(self.iteration)))
         report.add(self.watch.wait(self.fleet.update(self.iteration, kl_coef)))
-        self.kl_controller.update(report.kl, self.layout.sequences_per_iteration)
+        if self.iteration >= self.rl.critic_warmup:
+            self.kl_controller.update(report.kl, self.layout.sequences_per_iteration)
         self._end_iteration()
 
     def _start_iteration(self, iteration: int) -> None:
@@ -195,5 +196,6 @@ class GRPOTrainer:
             "carried": self._carried,
             "generation_keys": generation_keys(self.config),
             "start_weights": self.inputs.source.weights,
+            "critic": uses_critic(self.config),
             "saved": [part for part, is_saved in saved.items() if is_saved],
         }

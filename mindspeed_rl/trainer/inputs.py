@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +26,10 @@ from mindspeed_rl.data.prompts import PromptDataset, load_prompts
 from mindspeed_rl.data.sampler import PromptSampler
 from mindspeed_rl.data.tokenizer import check_tokenizer, load_tokenizer
 from mindspeed_rl.resharding.names import check_hf_names
+from mindspeed_rl.resharding.tables import VALUE_HEAD_NAME
 from mindspeed_rl.rewards.manager import RewardManager
 from mindspeed_rl.workers.context import Source
+from mindspeed_rl.workers.stages import uses_critic
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,8 @@ def prepare(config: Config) -> Inputs:
     actor = config.actor
     model, layout = resolve_model(config), derive_layout(config)
     source, state = choose_source(config)
+    if "load" in config.critic_config.model_fields_set:
+        source = replace(source, critic_weights=_critic_weights(config, model))
     for folder in filter(None, {source.weights, source.state}):
         names = HFWeights(folder).names if is_hf_folder(folder) else CheckpointReader(folder).weight_names
         check_hf_names(model, names)
@@ -77,6 +81,16 @@ def prepare(config: Config) -> Inputs:
         store = CheckpointStore(actor.save, hf_folder=source.hf_folder, model=model, layout=layout)
     _check_writable("output_dir", config.output_dir)
     return Inputs(model, layout, source, state, tokenizer, dataset, sampler, store)
+
+
+def _critic_weights(config: Config, model: ModelConfig) -> str:
+    """The Hugging Face folder that the critic starts from: of a model like the actor, or one with a value head."""
+    load, key = config.critic.load or "", "critic_config.load"
+    if not is_hf_folder(load):
+        raise ConfigError([Violation(key, load, "is no Hugging Face folder with weights")])
+    names = HFWeights(load).names
+    check_hf_names(model.as_critic() if VALUE_HEAD_NAME in names else model, names)
+    return load
 
 
 def _check_algorithms(rl: RLConfig) -> None:
@@ -162,6 +176,9 @@ def choose_source(config: Config) -> tuple[Source, dict[str, Any] | None]:
         raise CheckpointError(
             f"{checkpoint} goes on from a run that started from {start}, which is not there any more"
         )
+    if uses_critic(config) and not state.get("critic"):
+        message = f"{checkpoint} is of a run without a critic: set finetune: true to start a new run from its weights"
+        raise CheckpointError(message)
     for part, wanted, key in (
         ("optimizer", not actor.no_load_optim, "no_load_optim"),
         ("rng", not actor.no_load_rng, "no_load_rng"),

@@ -16,6 +16,7 @@ from mindspeed_rl.metrics.throughput import model_flops_utilisation, stage_secon
 from mindspeed_rl.trainer.trace import Trace
 from mindspeed_rl.workers.context import WorkerReport
 from mindspeed_rl.workers.reward_worker import RewardReport
+from mindspeed_rl.workers.stages import uses_critic
 
 REWARD = -1  # stands for the reward worker where others have a rank
 
@@ -96,7 +97,8 @@ class StepReport:
         devices = {"all": self.layout.devices, "update": self.layout.world, "rollout": self.layout.rollout_world}
         rates = step_throughput(prompts, responses, longest, devices, seconds)
         if self.peak_flops:
-            flops = self.config.rl_config.epochs * train_flops(self.model, self.sequence_lengths)
+            models = 2 if uses_critic(self.config) else 1
+            flops = models * self.config.rl_config.epochs * train_flops(self.model, self.sequence_lengths)
             update = seconds["timing/update"]
             rates["throughput/mfu"] = model_flops_utilisation(flops, update, devices["update"], self.peak_flops)
         return rates

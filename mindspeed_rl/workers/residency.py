@@ -72,8 +72,7 @@ def may_leave(config: Config, part: Part) -> bool:
         "optimizer": generate.offload_train_optimizer,
         "reference": generate.offload_reference,
     }
-    part = part.removeprefix("critic_")
-    return wanted.get(part, True)
+    return wanted.get(part.removeprefix("critic_"), True)
 
 
 def steps(config: Config) -> Iterator[Step | str]:

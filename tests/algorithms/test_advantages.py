@@ -64,13 +64,11 @@ def reference(name, rewards, groups, lengths, mask, cfg, penalties):
     tokens = np.repeat(a, lengths)
     if name == "reinforce_plus_plus":
         for reward, start, end in zip(rewards, starts, ends, strict=True):
-            later = 0.0 if math.isnan(reward) else reward
+            later, is_last = 0.0, True
             for t in range(end - 1, start - 1, -1):
-                if t < end - 1 and mask[t]:
-                    later *= cfg.gamma
-                elif t == end - 1:
-                    pass
-                later -= penalties[t] * mask[t]
+                if mask[t]:
+                    later = (0.0 if math.isnan(reward) else reward) if is_last else later * cfg.gamma
+                    later, is_last = later - penalties[t], False
                 tokens[t] = later
     if name.startswith("reinforce"):
         tokens = whitened(tokens, mask)
@@ -82,10 +80,11 @@ def run(rewards, groups, lengths, mask=None, name="group_norm", cfg=CFG, penalti
     mask = torch.ones(int(lengths.sum())) if mask is None else torch.tensor(mask, dtype=torch.float32)
     rewards = torch.tensor(rewards, dtype=torch.float32)
     penalties = None if penalties is None else torch.tensor(penalties)
-    return compute_advantages(name, rewards, torch.tensor(groups), mask, lengths, cfg, penalties)
+    values = torch.zeros(len(mask)) if name == "gae" else None
+    return compute_advantages(name, rewards, torch.tensor(groups), mask, lengths, cfg, penalties, values)[0]
 
 
-SETTINGS = [(name, {}) for name in ADV_ESTIMATORS]
+SETTINGS = [(name, {}) for name in ADV_ESTIMATORS if name != "gae"]  # which test_critic.py is about
 SETTINGS += [(name, {"norm_adv_by_std": False}) for name in ("group_norm", "grpo_passk")]
 SETTINGS += [("reinforce_plus_plus", {"gamma": 0.9})]
 
@@ -138,7 +137,8 @@ def test_batches_that_teach_nothing(name):
     assert run([], [], [], name=name).shape == (0,)
     assert run([math.nan, math.nan], [0, 0], [2, 1], [0.0] * 3, name=name).tolist() == [0.0] * 3
     assert run([1.0, 0.0], [0, 0], [0, 0], name=name).shape == (0,)
-    assert torch.equal(run([0.1] * 6, [0, 0, 0, 1, 1, 1], [3] * 6, name=name), torch.zeros(18))
+    if name != "gae":  # the first tokens of a response are further from its reward
+        assert torch.equal(run([0.1] * 6, [0, 0, 0, 1, 1, 1], [3] * 6, name=name), torch.zeros(18))
 
 
 def test_which_estimators_wait_for_the_whole_iteration():

@@ -31,6 +31,7 @@ BASE = [
     "megatron_training.data_path=unused",
     "actor_config.micro_batch_size=4",
     "actor_config.lr=3e-2",  # large, so that the second update starts from another policy
+    "actor_config.adam_eps=1e-2",  # else a step has the size of lr whatever the gradient: its noise would decide
     f"rl_config.mini_batch_size={PROMPTS // 2}",
     f"rl_config.n_samples_per_prompt={GROUP}",
     "rl_config.init_kl_coef=0.1",
@@ -57,17 +58,41 @@ CASES: dict[str, list[str]] = {
         "rl_config.rollout_is_veto_threshold=0.5",
     ],
     "rollout": ["rl_config.recompute_logprobs=false", "rl_config.epochs=2"],
+    "critic": [
+        "megatron_training.stage=ray_ppo",
+        "rl_config.adv_estimator=gae",
+        "rl_config.cliprange_value=0.2",
+        "critic_config.lr=1e-2",
+        "critic_config.micro_batch_size=5",
+    ],
     "stopped": ["rl_config.early_stop_imp_ratio=1.0001", "rl_config.epochs=2"],
 }
 LAYOUTS = {
     "DP2": ["rl_config.actor_resource.num_npus=2", "actor_config.micro_batch_size=3"],
     "CP2": ["rl_config.actor_resource.num_npus=2", "actor_config.context_parallel_size=2"],
     "PP2": ["rl_config.actor_resource.num_npus=2", "actor_config.pipeline_model_parallel_size=2"],
+    "TP2": [
+        "rl_config.actor_resource.num_npus=2",
+        "actor_config.tensor_model_parallel_size=2",
+        "actor_config.sequence_parallel=true",
+    ],
 }
+CHOSEN = {"critic": ["TP2", "PP2", "CP2"]}  # others get one each, in turn
 ONE = ["rl_config.actor_resource.num_npus=1"]
-SEEN = {"actor/loss", "actor/pg_loss", "actor/kl", "actor/grad_norm", "actor/imp_ratio", "actor/pg_clipfrac"}
+SEEN = {
+    "critic/vf_loss",
+    "critic/vf_clipfrac",
+    "critic/values",
+    "critic/grad_norm",
+    "actor/loss",
+    "actor/pg_loss",
+    "actor/kl",
+    "actor/grad_norm",
+    "actor/imp_ratio",
+    "actor/pg_clipfrac",
+}
 TOLERANCE = 2e-5
-WEIGHT_TOLERANCE = 1e-3  # a thirtieth of one step: Adam divides gradients by their size, however small
+WEIGHT_TOLERANCE = 1e-4
 
 
 def configured(folder: str, *overrides: str) -> Config:
@@ -90,6 +115,7 @@ def samples() -> dict[str, list[torch.Tensor]]:
         "rollout_log_probs": [torch.tensor(-2.7 + 0.4 * rng.normal(size=n), dtype=torch.float32) for n in lengths],
         "advantages": [torch.full((n,), a, dtype=torch.float32) for n, a in zip(lengths, advantages, strict=True)],
         "loss_mask": masks,
+        "returns": [torch.tensor(rng.normal(size=n), dtype=torch.float32) for n in lengths],
     }
 
 
@@ -102,7 +128,9 @@ def update(worlds: Worlds, folder: str, overrides: list[str]) -> dict[str, Any]:
     layout, rank = derive_layout(config), dist.get_rank()
     dock = LocalTransferDock(dock_spec(config, layout))  # one for each rank, with the same in it
     dock.begin(0, PROMPTS, GROUP, block_rows=config.rl_config.mini_batch_size * GROUP)
-    dock.put(0, range(ROWS), samples())
+    made = {"advantages", "loss_mask", *(() if config.rl_config.adv_estimator != "gae" else ("returns",))}
+    columns = {*dock.spec.consumers["rollout"].puts, "prompt_ids", *made}
+    dock.put(0, range(ROWS), {name: values for name, values in samples().items() if name in columns})
     context = Context(rank, rank, config, layout, worlds.device, dock)
     training = Training(context, resolve_model(config), Source(folder, folder))
     timings = Timings(0)
@@ -114,17 +142,21 @@ def update(worlds: Worlds, folder: str, overrides: list[str]) -> dict[str, Any]:
     whole = type(metrics)()
     for each in of_ranks:
         whole.merge(each)
-    return {"metrics": whole.finalize(), "weights": {n: t.clone() for n, t in training.export_weights()}}
+    weights = {name: tensor.clone() for name, tensor in training.export_weights()}
+    if training.critic is not None:
+        weights |= {f"critic.{name}": tensor.clone() for name, tensor in training.critic.export_weights(1 << 20)}
+    return {"metrics": whole.finalize(), "weights": weights}
 
 
 def update_in_all(rank: int, root: str, folder: str) -> dict[tuple[str, str], dict[str, Any]]:
     """All cases on one rank and in layouts of two, in one start of the ranks: (case, layout) -> what came out."""
     worlds, found = Worlds(rank, 2, root), {}
     for number, (name, overrides) in enumerate(CASES.items()):
-        other = list(LAYOUTS)[number % len(LAYOUTS)]
-        for layout, size, settings in (("one", 1, ONE), (other, 2, LAYOUTS[other])):
-            with worlds.world(size) as here:
+        others = CHOSEN.get(name, [list(LAYOUTS)[number % len(LAYOUTS)]])
+        for layout in ("one", *others):
+            with worlds.world(1 if layout == "one" else 2) as here:
                 if here:
+                    settings = ONE if layout == "one" else LAYOUTS[layout]
                     found[name, layout] = update(worlds, folder, [*overrides, *settings])
     return found
 
@@ -144,12 +176,15 @@ def updates(folder: str, tmp_path_factory: pytest.TempPathFactory) -> dict[tuple
 
 @pytest.mark.parametrize("case", CASES)
 def test_layouts_and_micro_batches_update_the_same(case: str, updates: dict[tuple[str, str], dict[str, Any]]) -> None:
-    (one, other) = (found for (name, _), found in updates.items() if name == case)
-    assert one["metrics"].keys() == other["metrics"].keys()
-    for key in one["metrics"].keys() & SEEN:
-        assert one["metrics"][key] == pytest.approx(other["metrics"][key], abs=TOLERANCE, rel=1e-4), key
-    for name, weight in one["weights"].items():
-        torch.testing.assert_close(other["weights"][name], weight, atol=WEIGHT_TOLERANCE, rtol=0)
+    one, *others = (found for (name, _), found in updates.items() if name == case)
+    assert others
+    for other in others:
+        assert one["metrics"].keys() == other["metrics"].keys()
+        for key in one["metrics"].keys() & SEEN:
+            assert one["metrics"][key] == pytest.approx(other["metrics"][key], abs=TOLERANCE, rel=1e-4), key
+        assert one["weights"].keys() == other["weights"].keys()
+        for name, weight in one["weights"].items():
+            torch.testing.assert_close(other["weights"][name], weight, atol=WEIGHT_TOLERANCE, rtol=0)
 
 
 def test_every_case_acts(updates: dict[tuple[str, str], dict[str, Any]]) -> None:
@@ -168,7 +203,9 @@ def test_every_case_acts(updates: dict[tuple[str, str], dict[str, Any]]) -> None
     without_kl = in_reward["actor/pg_loss"] - 0.005 * in_reward["actor/entropy"]
     assert in_reward["actor/loss"] == pytest.approx(without_kl, abs=1e-6)
     assert found["ppo"]["actor/kl"] > 0
-    losses = [metrics["actor/loss"] for metrics in found.values()]
+    assert 0 < found["critic"]["critic/vf_clipfrac"] < 1
+    assert found["critic"]["critic/values"] != 0  # from the second update on
+    losses = [metrics["actor/loss"] for name, metrics in found.items() if name != "critic"]
     assert len(set(losses)) == len(losses)
 
 
@@ -199,10 +236,10 @@ def scored_dock(config: Config) -> tuple[LocalTransferDock, dict[str, Any]]:
     rng = np.random.default_rng(6)
     columns["rewards"] = torch.tensor(rng.integers(0, 3, ROWS) / 2, dtype=torch.float32)
     columns["rewards"][9] = torch.nan
-    for name in ("reference_log_probs", "old_log_probs"):
+    for name in ("reference_log_probs", "old_log_probs", "values"):
         columns[name] = [torch.tensor(rng.normal(size=len(r)) - 3, dtype=torch.float32) for r in columns["responses"]]
     dock.begin(0, PROMPTS, GROUP, block_rows=config.rl_config.mini_batch_size * GROUP)
-    needed = {*dock.spec.consumers["update"].needs, "rewards"} - {"advantages", "loss_mask"}
+    needed = {*dock.spec.consumers["update"].needs, "rewards"} - {"advantages", "loss_mask", "returns"}
     dock.put(0, range(ROWS), {name: columns[name] for name in needed})
     return dock, columns
 
@@ -214,8 +251,9 @@ def scored_dock(config: Config) -> tuple[LocalTransferDock, dict[str, Any]]:
         ["rl_config.adv_estimator=rloo", "rl_config.use_kl_in_reward=true", "rl_config.recompute_logprobs=false"],
         ["rl_config.adv_estimator=group_norm", "rl_config.norm_adv_by_std=false"],
         ["rl_config.adv_estimator=gpg", "rl_config.blocking=true"],
+        ["rl_config.adv_estimator=gae", "megatron_training.stage=ray_ppo", "rl_config.lam=0.5"],
     ],
-    ids=["whole iteration, KL by old", "groups, KL by rollout", "groups", "blocking"],
+    ids=["whole iteration, KL by old", "groups, KL by rollout", "groups", "blocking", "critic"],
 )
 def test_advantages_are_of_rewards_and_kl(overrides: list[str], folder: str, tmp_path: Path) -> None:
     config = configured(folder, *ONE, *overrides)
@@ -227,9 +265,12 @@ def test_advantages_are_of_rewards_and_kl(overrides: list[str], folder: str, tmp
     finally:
         worker.close()
     found: dict[int, torch.Tensor] = {}
+    found_returns: dict[int, torch.Tensor] = {}
     while (claim := dock.try_claim("update", 0, rl.mini_batch_size * GROUP)) is not None:
         assert isinstance(claim, Claim)
-        found |= dict(zip(claim.rows, dock.get(claim, ["advantages"])["advantages"], strict=True))
+        of_claim = dock.get(claim, dock.spec.consumers["update"].needs)
+        found |= dict(zip(claim.rows, of_claim["advantages"], strict=True))
+        found_returns |= dict(zip(claim.rows, of_claim.get("returns", ()), strict=False))
         dock.ack(claim)
     lengths = torch.tensor([len(response) for response in columns["responses"]])
     mask = columns["rewards"].isfinite().float().repeat_interleave(lengths)
@@ -240,8 +281,11 @@ def test_advantages_are_of_rewards_and_kl(overrides: list[str], folder: str, tmp
         penalties = KL_COEF * KL_ESTIMATORS[rl.kl_penalty](torch.cat(old), reference)
         assert penalties.abs().mean() > 0.01
     groups = torch.arange(ROWS) // GROUP
-    expected = compute_advantages(rl.adv_estimator, columns["rewards"], groups, mask, lengths, rl, penalties)
+    arguments = (columns["rewards"], groups, mask, lengths, rl, penalties, torch.cat(columns["values"]))
+    expected, returns = compute_advantages(rl.adv_estimator, *arguments)
     torch.testing.assert_close(torch.cat([found[row] for row in range(ROWS)]), expected)
+    if returns is not None:
+        torch.testing.assert_close(torch.cat([found_returns[row] for row in range(ROWS)]), returns)
 
 
 def test_overlong_responses_lose_rewards(folder: str, tmp_path: Path) -> None:
