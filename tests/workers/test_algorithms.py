@@ -12,6 +12,7 @@ from support.ranks import Worlds, run_ranks
 from examples.make_tiny_model import make_tiny_model
 from mindspeed_rl.algorithms.advantages import compute_advantages
 from mindspeed_rl.algorithms.kl import KL_ESTIMATORS
+from mindspeed_rl.checkpoint.state import CheckpointStore
 from mindspeed_rl.common.timing import Timings
 from mindspeed_rl.config.compose import load_config
 from mindspeed_rl.config.files import resolve_model
@@ -67,7 +68,9 @@ CASES: dict[str, list[str]] = {
     ],
     "stopped": ["rl_config.early_stop_imp_ratio=1.0001", "rl_config.epochs=2"],
 }
+ONE = ["rl_config.actor_resource.num_npus=1"]
 LAYOUTS = {
+    "one": ONE,
     "DP2": ["rl_config.actor_resource.num_npus=2", "actor_config.micro_batch_size=3"],
     "CP2": ["rl_config.actor_resource.num_npus=2", "actor_config.context_parallel_size=2"],
     "PP2": ["rl_config.actor_resource.num_npus=2", "actor_config.pipeline_model_parallel_size=2"],
@@ -77,8 +80,8 @@ LAYOUTS = {
         "actor_config.sequence_parallel=true",
     ],
 }
+TURNS = ["DP2", "CP2", "PP2", "TP2"]
 CHOSEN = {"critic": ["TP2", "PP2", "CP2"]}  # others get one each, in turn
-ONE = ["rl_config.actor_resource.num_npus=1"]
 SEEN = {
     "critic/vf_loss",
     "critic/vf_clipfrac",
@@ -119,45 +122,72 @@ def samples() -> dict[str, list[torch.Tensor]]:
     }
 
 
-def update(worlds: Worlds, folder: str, overrides: list[str]) -> dict[str, Any]:
-    """Score and update one iteration; metrics of all ranks, and the weights afterwards."""
+def start(worlds: Worlds, folder: str, overrides: list[str], state: str | None = None) -> Any:
+    """This rank's training role, from the model or from a checkpoint."""
     from mindspeed_rl.workers.context import Context, Source
     from mindspeed_rl.workers.training import Training
 
     config = configured(folder, *overrides)
     layout, rank = derive_layout(config), dist.get_rank()
     dock = LocalTransferDock(dock_spec(config, layout))  # one for each rank, with the same in it
-    dock.begin(0, PROMPTS, GROUP, block_rows=config.rl_config.mini_batch_size * GROUP)
-    made = {"advantages", "loss_mask", *(() if config.rl_config.adv_estimator != "gae" else ("returns",))}
-    columns = {*dock.spec.consumers["rollout"].puts, "prompt_ids", *made}
-    dock.put(0, range(ROWS), {name: values for name, values in samples().items() if name in columns})
     context = Context(rank, rank, config, layout, worlds.device, dock)
-    training = Training(context, resolve_model(config), Source(folder, folder))
-    timings = Timings(0)
-    for stage in scoring_stages(config):
+    return Training(context, resolve_model(config), Source(folder, folder, state=state))
+
+
+def iterate(training: Any, iteration: int) -> dict[str, float]:
+    """Score and update; metrics of all ranks."""
+    rl, dock = training.config.rl_config, training.dock
+    dock.begin(iteration, PROMPTS, GROUP, block_rows=rl.mini_batch_size * GROUP)
+    made = {"advantages", "loss_mask", *(("returns",) if training.critic else ())}
+    columns = {*dock.spec.consumers["rollout"].puts, "prompt_ids", *made}
+    dock.put(iteration, range(ROWS), {name: values for name, values in samples().items() if name in columns})
+    timings = Timings(iteration)
+    for stage in scoring_stages(training.config):
         training.score(stage, timings)
     metrics = training.update(KL_COEF, timings)
+    dock.clear(iteration)
     of_ranks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(of_ranks, metrics)
     whole = type(metrics)()
     for each in of_ranks:
         whole.merge(each)
+    return whole.finalize()
+
+
+def weights_of(training: Any) -> dict[str, torch.Tensor]:
     weights = {name: tensor.clone() for name, tensor in training.export_weights()}
     if training.critic is not None:
         weights |= {f"critic.{name}": tensor.clone() for name, tensor in training.critic.export_weights(1 << 20)}
-    return {"metrics": whole.finalize(), "weights": weights}
+    return weights
+
+
+def save(training: Any, root: str) -> None:
+    store = CheckpointStore(root, model=training.model, layout=training.layout)
+    store.begin(1)
+    training.save(root, 1)
+    store.commit(1, {"iteration": 1})
 
 
 def update_in_all(rank: int, root: str, folder: str) -> dict[tuple[str, str], dict[str, Any]]:
     """All cases on one rank and in layouts of two, in one start of the ranks: (case, layout) -> what came out."""
     worlds, found = Worlds(rank, 2, root), {}
     for number, (name, overrides) in enumerate(CASES.items()):
-        others = CHOSEN.get(name, [list(LAYOUTS)[number % len(LAYOUTS)]])
+        others = CHOSEN.get(name, [TURNS[number % len(TURNS)]])
         for layout in ("one", *others):
             with worlds.world(1 if layout == "one" else 2) as here:
                 if here:
-                    settings = ONE if layout == "one" else LAYOUTS[layout]
-                    found[name, layout] = update(worlds, folder, [*overrides, *settings])
+                    training = start(worlds, folder, [*overrides, *LAYOUTS[layout]])
+                    found[name, layout] = {"metrics": iterate(training, 0), "weights": weights_of(training)}
+                    if layout == "one" and name == "critic":
+                        save(training, f"{root}/checkpoints")
+                        found["critic", "uninterrupted"] = {"metrics": iterate(training, 1)}
+    for layout in ("one", *CHOSEN["critic"]):
+        with worlds.world(1 if layout == "one" else 2) as here:
+            if here:
+                path = f"{root}/checkpoints/iter_0000001"
+                training = start(worlds, folder, [*CASES["critic"], *LAYOUTS[layout]], path)
+                weights = weights_of(training)
+                found["resumed", layout] = {"weights": weights, "metrics": iterate(training, 1)}
     return found
 
 
@@ -176,7 +206,7 @@ def updates(folder: str, tmp_path_factory: pytest.TempPathFactory) -> dict[tuple
 
 @pytest.mark.parametrize("case", CASES)
 def test_layouts_and_micro_batches_update_the_same(case: str, updates: dict[tuple[str, str], dict[str, Any]]) -> None:
-    one, *others = (found for (name, _), found in updates.items() if name == case)
+    one, *others = (f for (name, layout), f in updates.items() if name == case and layout != "uninterrupted")
     assert others
     for other in others:
         assert one["metrics"].keys() == other["metrics"].keys()
@@ -187,9 +217,20 @@ def test_layouts_and_micro_batches_update_the_same(case: str, updates: dict[tupl
             torch.testing.assert_close(other["weights"][name], weight, atol=WEIGHT_TOLERANCE, rtol=0)
 
 
+def test_a_critic_goes_on_in_any_layout(updates: dict[tuple[str, str], dict[str, Any]]) -> None:
+    saved, expected = updates["critic", "one"]["weights"], updates["critic", "uninterrupted"]["metrics"]
+    assert any(name.startswith("critic.") for name in saved)
+    for layout in ("one", *CHOSEN["critic"]):
+        found = updates["resumed", layout]
+        assert all(torch.equal(found["weights"][name], weight) for name, weight in saved.items()), layout
+        for key in expected.keys() & SEEN:
+            tolerance = {"abs": 0.0, "rel": 0.0} if layout == "one" else {"abs": TOLERANCE, "rel": 1e-4}
+            assert found["metrics"][key] == pytest.approx(expected[key], **tolerance), (layout, key)
+
+
 def test_every_case_acts(updates: dict[tuple[str, str], dict[str, Any]]) -> None:
     """What each case is about has happened in it: the numbers are those of an update that it has shaped."""
-    found = {name: result["metrics"] for (name, layout), result in updates.items() if layout == "one"}
+    found = {name: updates[name, "one"]["metrics"] for name in CASES}
     for name in ("ppo", "gspo", "cispo", "gmpo", "clip_cov"):
         assert 0 < found[name]["actor/pg_clipfrac"] < 1, name
     assert found["ppo"]["actor/pg_clipfrac_lower"] > 0
