@@ -5,7 +5,7 @@
 
 Before rollout everything leaves that resharding does not need; then both engines' weights are there at once, which no
 order can avoid; the training weights leave before the KV cache, the largest part of rollout, comes. The reference is
-alone when its turn is, before the actor's weights are back.
+alone when its turn is, before the actor's weights are back, and so are the critic's weights.
 """
 
 from __future__ import annotations
@@ -60,6 +60,7 @@ BEFORE: dict[str, tuple[Step, ...]] = {
 }
 AFTER: dict[str, tuple[Step, ...]] = {
     "reference": (Step("offload", ("reference",), "offload"),),
+    "value": (Step("offload", ("critic_param",), "offload"),),
 }
 
 

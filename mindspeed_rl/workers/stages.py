@@ -102,8 +102,8 @@ def scoring_stages(config: Config) -> list[str]:
     """Which of `SCORING` this run needs."""
     used = {
         "reference": uses_reference(config),
-        "old_log_prob": uses_old_log_probs(config),
         "value": uses_critic(config),
+        "old_log_prob": uses_old_log_probs(config),  # last: the update needs the actor, too
     }
     return [stage for stage in used if used[stage]]
 

@@ -20,6 +20,7 @@ SEPARATE = [
 ]
 
 # micro-batches by tokens, and none of the sizes that the preset sets
+PPO = ["megatron_training.stage=ray_ppo", "rl_config.adv_estimator=gae"]
 CLIP_HIGHER = [
     "rl_config.clip_higher_enable=true",
     "rl_config.clip_ratio_low=0.2",
@@ -211,6 +212,14 @@ EXAMPLES = {
         ["rl_config.rollout_is_threshold=3"],
         "rl_config.rollout_is_threshold", 3.0, "staleness = 0", "rollout_is: all",
     ),
+    "stage_has_its_critic": (
+        ["rl_config.adv_estimator=gae"],
+        "rl_config.adv_estimator", "gae", "has no critic", "set stage: ray_ppo",
+    ),
+    "critic_keys_are_its_own": (
+        [*PPO, "+critic_config.tensor_model_parallel_size=2"],
+        "critic_config.tensor_model_parallel_size", 2, "shares the actor's devices", "possible keys: load",
+    ),
     "overlong_buffer_fits": (
         ["rl_config.overlong_buffer_enable=true"],
         "rl_config.overlong_buffer", None, "needed by overlong_buffer_enable", "a quarter of max_tokens",
@@ -330,6 +339,7 @@ def test_rules_read_the_keys_they_declare():
         [*CLIP_HIGHER, "rl_config.clip_ratio_c=3"],
         [*CLIP_HIGHER, "rl_config.loss_type=gspo"],
         ["rl_config.recompute_logprobs=false"],
+        [*PPO, "critic_config.lr=1e-5", "rl_config.gamma=0.99", "rl_config.lam=0.9", "rl_config.critic_warmup=5"],
         ["rl_config.use_kl_in_reward=true", "rl_config.kl_penalty=k1", "rl_config.kl_ctrl_type=adaptive"],
         ["rl_config.overlong_buffer_enable=true", "rl_config.overlong_buffer=64"],
         ["rl_config.partial_rollout_max_split=3", "rl_config.require_max_age_all_finished=false"],

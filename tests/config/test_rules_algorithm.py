@@ -24,6 +24,9 @@ def violations_of(*overrides: str) -> list[Violation]:
     [
         (["gamma=0.9"], "gamma", "adv_estimator = 'group_norm'"),
         (["adv_estimator=reinforce_plus_plus", "lam=0.9"], "lam", "adv_estimator = 'reinforce_plus_plus'"),
+        (["cliprange_value=0.9"], "cliprange_value", "adv_estimator = 'group_norm'"),
+        (["critic_warmup=9"], "critic_warmup", "adv_estimator = 'group_norm'"),
+        (["critic_forward_micro_batch_size=9"], "critic_forward_micro_batch_size", "adv_estimator = 'group_norm'"),
         (["adv_estimator=rloo", "norm_adv_by_std=false"], "norm_adv_by_std", "adv_estimator = 'rloo'"),
         (["loss_type=sapo", "clip_ratio=0.1"], "clip_ratio", "loss_type = 'sapo'"),
         (["loss_type=gspo", "clip_ratio_c=3"], "clip_ratio_c", "loss_type = 'gspo'"),
@@ -65,3 +68,12 @@ def test_the_overlong_buffer_is_no_longer_than_a_response():
     (violation,) = violations_of(enable, "rl_config.overlong_buffer=100000")
     assert violation.path == "rl_config.overlong_buffer"
     assert "max_tokens" in violation.message
+
+
+def test_a_critic_needs_its_stage_and_a_stage_its_critic():
+    (violation,) = violations_of("megatron_training.stage=ray_ppo")
+    assert (violation.path, violation.value) == ("rl_config.adv_estimator", "group_norm")
+    assert "adv_estimator: gae" in violation.suggestion
+    (violation,) = violations_of("critic_config.lr=1e-5")
+    assert violation.path == "critic_config.lr"
+    assert "has no critic" in violation.message

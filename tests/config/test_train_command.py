@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from cli.train_grpo import main
+from cli.train_ppo import main as train_ppo
 from mindspeed_rl.common.errors import DataError
 from mindspeed_rl.config.compose import load_config
 
@@ -54,7 +55,8 @@ def test_dry_run_of_the_7b_configuration_imports_nothing_heavy():
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs" / "grpo").glob("*.yaml")), ids=lambda path: path.stem)
 def test_dry_run_of_every_shipped_configuration(path, capsys):
-    assert main(["--config-name", path.stem, "--dry-run"]) == 0
+    command = train_ppo if "stage: ray_ppo" in path.read_text() else main
+    assert command(["--config-name", path.stem, "--dry-run"]) == 0
     output = capsys.readouterr().out
     assert "Memory per device" in output
     assert "Configuration is valid" in output
@@ -106,7 +108,7 @@ def test_the_name_of_a_configuration_is_required(capsys):
 
 
 def test_errors_of_a_run_become_its_exit_code(monkeypatch, capsys):
-    def fail(args):
+    def fail(*_):
         raise DataError("no prompts in a.jsonl")
 
     monkeypatch.setattr("cli.train_grpo._run", fail)
@@ -119,3 +121,12 @@ def test_documentation_is_up_to_date():
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     assert module.TARGET.read_text(encoding="utf-8") == module.render(), "run python ci/generate_config_docs.py"
+
+
+@pytest.mark.parametrize(
+    ("command", "name", "right"),
+    [(main, "ppo_trainer_tiny_cpu", "cli/train_ppo.py"), (train_ppo, "grpo_trainer_tiny_cpu", "cli/train_grpo.py")],
+)
+def test_a_configuration_of_another_command_names_that(command, name, right, capsys):
+    assert command(["--config-name", name, "--dry-run"]) == 2
+    assert right in capsys.readouterr().err

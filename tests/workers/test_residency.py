@@ -13,16 +13,17 @@ NEEDS = {
     "resharding": {"param", "rollout_weights"},
     "rollout": {"rollout_weights", "kv_cache"},
     "reference": {"reference"},
+    "value": {"critic_param"},
     "old_log_prob": {"param"},
-    "update": {"param", "grad", "optimizer"},
+    "update": {"param", "grad", "optimizer", "critic_param", "critic_grad", "critic_optimizer"},
 }
-AFTER_UPDATE = {"param", "grad", "optimizer"}  # what the device holds when an iteration begins
+AFTER_UPDATE = NEEDS["update"]  # what the device holds when an iteration begins
 PARTS = (*AFTER_UPDATE, "reference", "rollout_weights", "kv_cache")
 
 
 def config(**offload: bool) -> Config:
     switches: dict[str, Any] = {f"offload_train_{part}": True for part in ("param", "grad", "optimizer")}
-    rl: dict[str, Any] = {"init_kl_coef": 0.1, "epochs": 2}  # every stage that there is
+    rl: dict[str, Any] = {"init_kl_coef": 0.1, "epochs": 2, "adv_estimator": "gae"}  # every stage that there is
     generate = {**switches, "offload_reference": True, **offload}
     return Config.model_validate({"megatron_training": {}, "rl_config": rl, "generate_config": generate})
 
@@ -47,6 +48,7 @@ def test_no_order_can_take_less(seed: int) -> None:
 def test_all_orders_around_resharding(seed: int) -> None:
     sizes, cfg = random_sizes(seed), config()
     moves = [Step("offload", (part,), "") for part in ("grad", "optimizer", "param")]
+    moves[1] = Step("offload", ("optimizer", "critic_param", "critic_grad", "critic_optimizer"), "")  # not one by one
     moves += [Step("onload", (part,), "") for part in ("rollout_weights", "kv_cache")]
     peaks = [
         peak(order, sizes, AFTER_UPDATE, cfg)
@@ -79,13 +81,14 @@ def test_every_use_finds_what_it_needs(stays: str | None) -> None:
     """In the first iteration, where nothing of rollout is there, and in those after it."""
     cfg = config(**({f"offload_{stays}": False} if stays else {}))
     there = set(AFTER_UPDATE) | ({"reference"} if stays == "reference" else set())
+    kept = {part for part in PARTS[:-2] if stays and part.removeprefix("critic_") == stays.removeprefix("train_")}
     uses = []
     for step in [*steps(cfg), *steps(cfg)]:
         if isinstance(step, str):
             uses.append(step)
             assert NEEDS[step] <= there, step
             if step == "rollout":
-                assert there == {"rollout_weights", "kv_cache"} | {stays.removeprefix("train_") for _ in [0] if stays}
+                assert there == {"rollout_weights", "kv_cache"} | kept
         elif step.action == "onload":
             there.update(step.parts)
         else:
