@@ -110,7 +110,7 @@ class MegatronConfig(Section):
         "and values pass from one to the next (megatron: ring attention; any number of heads; not on npu)",
     )
     expert_model_parallel_size: Count = Field(
-        1, description="data-parallel devices that share the experts of each layer (EP)"
+        1, description="data- and context-parallel devices that share the experts of each layer (EP)"
     )
     sequence_parallel: Switch = Field(False, description="divide activations outside attention and MLP over TP too")
     use_distributed_optimizer: Switch = Field(True, description="shard optimizer state over data-parallel ranks")

@@ -56,6 +56,7 @@ EXPERTS = [
     layout(4, **{EP: 2}),
     layout(4, **{EP: 2, TP: 2}, sequence_parallel=True),
     layout(4, **{EP: 2, PP: 2}),
+    layout(4, **{EP: 4}, context_parallel_size=2),
 ]
 
 
