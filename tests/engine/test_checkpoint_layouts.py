@@ -53,9 +53,9 @@ EXPERTS = [
     ONE,
     layout(3),
     layout(2, **{EP: 2}, **LOCAL),
-    layout(4, **{EP: 2}),
     layout(4, **{EP: 2, TP: 2}, sequence_parallel=True),
     layout(4, **{EP: 2, PP: 2, VPP: 1}),
+    layout(4, **{EP: 4}, context_parallel_size=2),
 ]
 
 
