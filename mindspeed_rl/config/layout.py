@@ -59,7 +59,7 @@ class Layout:
     epochs: int  # passes over an iteration's samples
     train_iters: int
     integrated: bool = True  # the same devices train and generate
-    ep: int = 1  # neighbouring data-parallel ranks that share the experts
+    ep: int = 1  # neighbours, of the DP x CP ranks that hold the same weights otherwise, that share the experts
 
     @property
     def rollout_world(self) -> int:
@@ -120,7 +120,11 @@ class Layout:
 
     def ep_rank(self, rank: int) -> int:
         """Position of `rank` in its expert-parallel group."""
-        return self.dp_rank(rank) % self.ep
+        return self._expert_group(rank)[1]
+
+    def _expert_group(self, rank: int) -> tuple[int, int]:
+        """Which of the groups that share the experts of a layer `rank` is in, and its position there."""
+        return divmod(rank // self.tp % (self.cp * self.dp), self.ep)
 
     def pp_rank(self, rank: int) -> int:
         """Pipeline stage of `rank`."""
@@ -166,7 +170,7 @@ class Layout:
             return rank
 
         # ranks of an expert-parallel group exchange tokens, so their model replicas belong together
-        for group_of in (lambda rank: self.dp_rank(rank) // self.ep, self.rollout_replica):
+        for group_of in (self.dp_rank, lambda rank: self._expert_group(rank)[0], self.rollout_replica):
             first: dict[int, int] = {}
             for rank in range(self.world):
                 parent[root(rank)] = root(first.setdefault(group_of(rank), rank))

@@ -68,7 +68,7 @@ def _parallel_table(cfg: Config, layout: Layout) -> Table:
         ("rollout engines", layout.rollout_replicas, "rollout ranks / rollout tensor parallel"),
     ]
     if layout.ep > 1:
-        rows.insert(5, ("training expert parallel (EP)", layout.ep, "expert_model_parallel_size, of DP"))
+        rows.insert(5, ("training expert parallel (EP)", layout.ep, "expert_model_parallel_size, of DP x CP"))
     if layout.integrated:
         rows.append(("resharding cells", len(layout.cells()), "sets of ranks that exchange weights among themselves"))
     else:

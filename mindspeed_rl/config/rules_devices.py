@@ -10,6 +10,7 @@ from mindspeed_rl.config.rule import CP, INFER_TP, PP, TP, WORLD, Found, divides
 from mindspeed_rl.config.schema import Config
 
 LAYER_LIST, NOOP = "actor.num_layer_list", "actor.noop_layers"
+CP_ALGO = "actor.context_parallel_algo"
 VPP = "actor.num_layers_per_virtual_pipeline_stage"
 INTEGRATED, ROLLOUT_RESOURCE = "rl_config.use_integrated_worker", "rl_config.rollout_resource"
 OFFLOADS = ("offload_train_optimizer", "offload_train_grad", "offload_train_param", "offload_reference")
@@ -66,15 +67,29 @@ def training_tp_divides_model(cfg: Config, model: ModelConfig) -> Found:
         yield from divides(f"the model's {key}", getattr(model, key), path, tp)
 
 
-@rule(TP, CP, needs_model=True)
+@rule(TP, CP, CP_ALGO, needs_model=True)
 def context_parallel_divides_heads(cfg: Config, model: ModelConfig) -> Found:
-    """Each rank attends with some of the heads that its tensor-parallel rank has."""
+    """With Ulysses each rank attends with some of the heads that its tensor-parallel rank has."""
+    if cfg.actor.uses_ring_attention:
+        return
     path, (tp, cp, _) = actor_path(cfg, "context_parallel_size"), model_parallel(cfg)
     heads, groups = model.num_attention_heads // tp, model.num_query_groups // tp
     yield from divides("the attention heads of a tensor-parallel rank", heads, path, cp)
     if groups and groups % cp and cp % groups:  # key/value heads are repeated a whole number of times
         message = f"neither divides nor is a multiple of the {groups} key/value heads of a tensor-parallel rank"
         yield Violation(path, cp, message, f"possible: {near_multiples(cp, groups)}")
+
+
+@rule(CP, CP_ALGO, "device")
+def ring_attention_has_kernels(cfg: Config) -> Found:
+    yield from ring_attention_runs_on(cfg, cfg.device)
+
+
+def ring_attention_runs_on(cfg: Config, kind: str) -> Found:
+    """Asked for again when `device: auto` has been found to be `kind`."""
+    if kind == "npu" and cfg.actor.uses_ring_attention:
+        algorithm, message = cfg.actor.context_parallel_algo, f"ring attention is not built for device = {kind!r}"
+        yield Violation(actor_path(cfg, "context_parallel_algo"), algorithm, message, "set it to ulysses_cp_algo")
 
 
 @rule(INFER_TP, "generate_config.enable_expert_parallel", needs_model=True)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from math import prod
-
 from mindspeed_rl.common.errors import Violation
 from mindspeed_rl.config.files import actor_path
 from mindspeed_rl.config.layout import model_parallel
@@ -26,22 +24,14 @@ def expert_parallel_divides_experts(cfg: Config, model: ModelConfig) -> Found:
         yield Violation(path, ep, f"a {model.architecture} has no experts to share", "set it to 1")
 
 
-@rule(EP, CP)
-def expert_parallel_has_whole_sequences(cfg: Config) -> Found:
-    """Expert-parallel groups would reach over context-parallel ones: a combination that has not been verified."""
-    cp, ep = cfg.actor.context_parallel_size, cfg.actor.expert_model_parallel_size
-    if cp > 1 and ep > 1:
-        message = f"is not supported together with context_parallel_size = {cp} by this version"
-        yield Violation(actor_path(cfg, "expert_model_parallel_size"), ep, message, "set one of them to 1")
-
-
 @rule(EP, WORLD, TP, CP, PP)
-def expert_parallel_divides_data_parallel(cfg: Config) -> Found:
-    """Expert-parallel ranks are data-parallel ones: each has tokens of its own, and sends them to the experts."""
+def expert_parallel_divides_data_and_context_parallel(cfg: Config) -> Found:
+    """Ranks share experts that have tokens of their own, of other sequences or of the same, to send to them."""
     path, ep = actor_path(cfg, "expert_model_parallel_size"), cfg.actor.expert_model_parallel_size
-    data_parallel = cfg.rl_config.actor_resource.num_npus // prod(model_parallel(cfg))
-    if data_parallel:
-        yield from divides("the data-parallel size, devices / (TP x CP x PP)", data_parallel, path, ep)
+    tp, cp, pp = model_parallel(cfg)
+    replicas = cp * (cfg.rl_config.actor_resource.num_npus // (tp * cp * pp))
+    if replicas:
+        yield from divides("the data- times context-parallel size, devices / (TP x PP)", replicas, path, ep)
 
 
 @rule(TP, "actor.sequence_parallel", needs_model=True)

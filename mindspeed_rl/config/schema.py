@@ -108,11 +108,13 @@ class MegatronConfig(Section):
         "such as `61,62,63` for 61 layers over 16 stages; they cost nothing",
     )
     context_parallel_size: Count = Field(1, description="devices that share the tokens of a micro-batch (CP)")
-    context_parallel_algo: Literal["ulysses_cp_algo"] = Field(
-        "ulysses_cp_algo", description="how they attend to each other's tokens: each takes all tokens of some heads"
+    context_parallel_algo: Literal["ulysses_cp_algo", "megatron_cp_algo"] = Field(
+        "ulysses_cp_algo",
+        description="how they attend to each other's tokens: each takes all tokens of some heads (ulysses), or keys "
+        "and values pass from one to the next (megatron: ring attention; any number of heads; not on npu)",
     )
     expert_model_parallel_size: Count = Field(
-        1, description="data-parallel devices that share the experts of each layer (EP)"
+        1, description="data- and context-parallel devices that share the experts of each layer (EP)"
     )
     sequence_parallel: Switch = Field(False, description="divide activations outside attention and MLP over TP too")
     use_distributed_optimizer: Switch = Field(True, description="shard optimizer state over data-parallel ranks")
@@ -170,6 +172,11 @@ class MegatronConfig(Section):
     )
     no_save_optim: Switch = Field(False, description="do not save optimizer and scheduler state")
     no_save_rng: Switch = Field(False, description="do not save random-number state")
+
+    @property
+    def uses_ring_attention(self) -> bool:
+        """Several devices share tokens, and pass keys and values on."""
+        return self.context_parallel_size > 1 and self.context_parallel_algo == "megatron_cp_algo"
 
 
 class ResourceConfig(Section):

@@ -8,6 +8,53 @@ from typing import Any, Protocol
 import torch
 
 
+class BlockAttention(Protocol):
+    """Attention to some of the keys, so that attention to all of them can be put together from the log-sum-exp."""
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        cu_seqlens: torch.Tensor | None,
+        max_seqlen: int,
+        scale: float | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Causal attention inside each of the packed sequences; without any, of all queries to all keys.
+
+        Args:
+            query: [Tq, heads, head dimension].
+            key: [Tk, heads, head dimension].
+            value: as `key`.
+            cu_seqlens: [B + 1] int32, where sequence i is rows cu_seqlens[i] to cu_seqlens[i + 1]; or None.
+            max_seqlen: at least the length of the longest sequence; 0 where there are none.
+            scale: what scores are multiplied with; None: head dimension^-1/2.
+
+        Returns:
+            Output [Tq, heads, head dimension], and the log-sum-exp of the scores [Tq, heads], float32 or wider.
+        """
+
+    def backward(
+        self,
+        gradient: torch.Tensor,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        output: torch.Tensor,
+        lse: torch.Tensor,
+        cu_seqlens: torch.Tensor | None,
+        max_seqlen: int,
+        scale: float | None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """What these keys and values contribute to the gradients of query, key and value.
+
+        Args:
+            gradient: of the loss by `output`.
+            output: of attention to all keys, of which these may be some.
+            lse: its log-sum-exp.
+        """
+
+
 class Device(Protocol):
     """A kind of device, chosen once in each worker process.
 
@@ -21,6 +68,7 @@ class Device(Protocol):
     rollout_can_sleep: bool  # vLLM can give its memory back between generations
     fuses_activations: bool  # Megatron's fused activation kernels run here
     groups_matmuls: bool  # torch multiplies groups of rows with a matrix each (`torch.nn.functional.grouped_mm`) here
+    block_attention: BlockAttention | None  # what ring attention is made of; None: not on this device
 
     def install(self) -> None:
         """Adapt Megatron-core to this device. Must run before megatron is first imported."""

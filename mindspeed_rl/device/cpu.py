@@ -9,6 +9,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from mindspeed_rl.device.base import BlockAttention
+
 
 class CpuDevice:
     """See `mindspeed_rl.device.base.Device`."""
@@ -20,6 +22,10 @@ class CpuDevice:
     rollout_can_sleep = False
     fuses_activations = False
     groups_matmuls = True
+    block_attention: BlockAttention | None
+
+    def __init__(self) -> None:
+        self.block_attention = _BlockAttention()
 
     def install(self) -> None:
         from mindspeed_rl.device.cpu_adaptor import redirect_cuda_to_cpu
@@ -91,19 +97,10 @@ class CpuDevice:
         scale: float | None = None,
     ) -> torch.Tensor:
         """Pads to [B, heads, L, dimension] for one SDPA call: a causal mask hides padding on the right by itself."""
-        lengths = (cu_seqlens[1:] - cu_seqlens[:-1]).long()
-        total = query.shape[0]
-        row = torch.repeat_interleave(torch.arange(len(lengths)), lengths, output_size=total)
-        column = torch.arange(total) - torch.repeat_interleave(cu_seqlens[:-1].long(), lengths, output_size=total)
-
-        def pad(packed: torch.Tensor) -> torch.Tensor:
-            padded = packed.new_zeros(len(lengths), max_seqlen, *packed.shape[1:])
-            return padded.index_put((row, column), packed).transpose(1, 2)
-
-        output = F.scaled_dot_product_attention(
-            pad(query), pad(key), pad(value), is_causal=True, scale=scale, enable_gqa=True
-        )
-        return output.transpose(1, 2)[row, column]
+        padding = _Padding(cu_seqlens, max_seqlen, len(query))
+        query, key, value = (padding.pad(packed) for packed in (query, key, value))
+        output = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=True)
+        return padding.remove(output)
 
     def rms_norm(self, hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         return F.rms_norm(hidden, weight.shape, weight, eps)
@@ -123,6 +120,68 @@ class CpuDevice:
         if eager:  # helpers of vLLM's sampler are compiled even so, which takes seconds at the first token
             environment["TORCHDYNAMO_DISABLE"] = "1"
         return environment
+
+
+class _Padding:
+    """[tokens, heads, …] of packed sequences to [B, heads, L, …] and back; without any, of one sequence."""
+
+    def __init__(self, cu_seqlens: torch.Tensor | None, max_seqlen: int, total: int):
+        self._index: tuple[torch.Tensor, torch.Tensor] | None = None
+        if cu_seqlens is not None:
+            lengths = (cu_seqlens[1:] - cu_seqlens[:-1]).long()
+            row = torch.repeat_interleave(torch.arange(len(lengths)), lengths, output_size=total)
+            starts = torch.repeat_interleave(cu_seqlens[:-1].long(), lengths, output_size=total)
+            self._index, self._shape = (row, torch.arange(total) - starts), (len(lengths), max_seqlen)
+
+    def pad(self, packed: torch.Tensor) -> torch.Tensor:
+        if self._index is None:
+            return packed[None].transpose(1, 2)
+        return packed.new_zeros(*self._shape, *packed.shape[1:]).index_put(self._index, packed).transpose(1, 2)
+
+    def remove(self, padded: torch.Tensor) -> torch.Tensor:
+        by_token = padded.transpose(1, 2)
+        return by_token[0] if self._index is None else by_token[self._index]
+
+
+class _BlockAttention:
+    """See `mindspeed_rl.device.base.BlockAttention`: torch's kernels behind `scaled_dot_product_attention`."""
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        cu_seqlens: torch.Tensor | None,
+        max_seqlen: int,
+        scale: float | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        padding = _Padding(cu_seqlens, max_seqlen, len(query))
+        padded = [padding.pad(packed) for packed in (query, key, value)]
+        results = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            *padded, is_causal=cu_seqlens is not None, scale=scale
+        )
+        output, lse = (padding.remove(result) for result in results)
+        return output, lse
+
+    def backward(
+        self,
+        gradient: torch.Tensor,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        output: torch.Tensor,
+        lse: torch.Tensor,
+        cu_seqlens: torch.Tensor | None,
+        max_seqlen: int,
+        scale: float | None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        padding = _Padding(cu_seqlens, max_seqlen, len(query))
+        padded = [padding.pad(packed) for packed in (gradient, query, key, value, output, lse)]
+        results = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            *padded, 0.0, cu_seqlens is not None, scale=scale
+        )
+        of_query, of_key, of_value = (padding.remove(result) for result in results)
+        return of_query, of_key, of_value
 
 
 def _status_bytes(field: str) -> int:

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from mindspeed_rl.device.base import BlockAttention
+
 # NVIDIA data sheets, dense
 PEAK_BF16_FLOPS = {"H200": 989.4e12, "H100": 989.4e12, "H20": 148e12, "A100": 312e12, "A800": 312e12, "L40S": 362e12}
 
@@ -22,6 +24,10 @@ class CudaDevice:
     rollout_can_sleep = True
     fuses_activations = True
     groups_matmuls = True
+    block_attention: BlockAttention | None
+
+    def __init__(self) -> None:
+        self.block_attention = _FlashAttention()
 
     def install(self) -> None:
         """Megatron-core is written for CUDA: nothing to adapt."""
@@ -113,3 +119,53 @@ class CudaDevice:
 
     def vllm_environment(self, kv_cache_gib: int, eager: bool) -> dict[str, str]:
         return {}
+
+
+class _FlashAttention:
+    """See `mindspeed_rl.device.base.BlockAttention`: the kernels behind `varlen_attn`, which hides the gradient's."""
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        cu_seqlens: torch.Tensor | None,
+        max_seqlen: int,
+        scale: float | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        sequences = _sequences(query, key, cu_seqlens, max_seqlen)
+        output, lse, *_ = torch.ops.aten._flash_attention_forward(
+            query, key, value, *sequences, 0.0, cu_seqlens is not None, return_debug_mask=False, scale=scale
+        )
+        return output, lse.t()
+
+    def backward(
+        self,
+        gradient: torch.Tensor,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        output: torch.Tensor,
+        lse: torch.Tensor,
+        cu_seqlens: torch.Tensor | None,
+        max_seqlen: int,
+        scale: float | None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        sequences = _sequences(query, key, cu_seqlens, max_seqlen)
+        # no dropout, so no state of a generator either
+        random, unused = query.new_zeros(2, dtype=torch.uint64), query.new_empty(0)
+        saved = (query, key, value, output, lse.t().contiguous(), *sequences)
+        of_query, of_key, of_value = torch.ops.aten._flash_attention_backward(
+            gradient, *saved, 0.0, cu_seqlens is not None, random, unused, scale=scale
+        )
+        return of_query, of_key, of_value
+
+
+def _sequences(
+    query: torch.Tensor, key: torch.Tensor, cu_seqlens: torch.Tensor | None, max_seqlen: int
+) -> tuple[torch.Tensor, torch.Tensor, int, int]:
+    """Cumulative and largest lengths of queries and keys; one sequence of all where there is none."""
+    if cu_seqlens is not None:
+        return cu_seqlens, cu_seqlens, max_seqlen, max_seqlen
+    ends = torch.arange(2, dtype=torch.int32, device=query.device)  # made there: nothing is copied or waited for
+    return ends * len(query), ends * len(key), len(query), len(key)

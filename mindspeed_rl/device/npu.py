@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from mindspeed_rl.device.base import BlockAttention
+
 
 def _npu() -> Any:
     import torch_npu  # noqa: F401  (registers torch.npu)
@@ -25,6 +27,8 @@ class NpuDevice:
     rollout_can_sleep = True
     fuses_activations = False
     groups_matmuls = False
+    # not built: the fused kernel gives the softmax's maximum and sum, not a log-sum-exp
+    block_attention: BlockAttention | None = None
 
     def __init__(self) -> None:
         self._causal_mask: torch.Tensor | None = None

@@ -17,6 +17,7 @@ from ray.exceptions import GetTimeoutError, RayActorError
 from mindspeed_rl.common.errors import ConfigError, Violation
 from mindspeed_rl.common.logging import setup_logging
 from mindspeed_rl.config.layout import Layout
+from mindspeed_rl.config.rules_devices import ring_attention_runs_on
 from mindspeed_rl.config.schema import Config
 from mindspeed_rl.device.base import Device
 from mindspeed_rl.device.select import make_device
@@ -130,6 +131,8 @@ def _device(config: Config, layout: Layout) -> Device:
     kind = config.device
     if kind == "auto":
         kind = "npu" if resources.get("NPU") else "cuda" if resources.get("GPU") else "cpu"
+    if unfit := list(ring_attention_runs_on(config, kind)):
+        raise ConfigError(unfit)
     device = make_device(kind, here=False)
     found = resources.get(device.ray_resource, 0) if device.ray_resource else layout.devices
     if found < layout.devices:

@@ -14,13 +14,9 @@ EXPERT_EXAMPLES = {
         [*EXPERTS, "actor_config.expert_model_parallel_size=3"],
         "actor_config.expert_model_parallel_size", 3, "the model's num_moe_experts = 128", "possible: 1, 2, 4",
     ),
-    "expert_parallel_divides_data_parallel": (
+    "expert_parallel_divides_data_and_context_parallel": (
         ["actor_config.expert_model_parallel_size=4"],
-        "actor_config.expert_model_parallel_size", 4, "devices / (TP x CP x PP) = 2", "possible: 1, 2",
-    ),
-    "expert_parallel_has_whole_sequences": (
-        [*EXPERTS, "actor_config.expert_model_parallel_size=2", "actor_config.context_parallel_size=2"],
-        "actor_config.expert_model_parallel_size", 2, "together with context_parallel_size = 2", "one of them to 1",
+        "actor_config.expert_model_parallel_size", 4, "devices / (TP x PP) = 2", "possible: 1, 2",
     ),
     "experts_need_sequence_parallel": (
         [*EXPERTS, "megatron_training.sequence_parallel=false"],

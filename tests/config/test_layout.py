@@ -83,6 +83,10 @@ def test_ranks_that_share_experts():
     assert layout.cells() == [(0, 1, 2, 3), (4, 5, 6, 7)]
     assert layout.model_replicas() == [(0, 1), (2, 3), (4, 5), (6, 7)]
     assert replace(make_layout(tp=1, pp=2, dp=2, infer_tp=1), ep=2).cells() == [(0, 1, 2, 3)]
+    parts = make_layout(tp=1, pp=1, dp=4, infer_tp=1, cp=2)
+    assert [replace(parts, ep=4).ep_rank(rank) for rank in range(8)] == [0, 1, 2, 3, 0, 1, 2, 3]
+    assert replace(parts, ep=4).cells() == [(0, 1, 2, 3), (4, 5, 6, 7)]
+    assert replace(parts, ep=2).cells() == parts.cells() == [(0, 1), (2, 3), (4, 5), (6, 7)]
 
 
 def test_batch_arithmetic():

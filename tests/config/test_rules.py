@@ -19,6 +19,8 @@ SEPARATE = [
     ),
 ]
 
+RING = ["actor_config.context_parallel_size=2", "actor_config.context_parallel_algo=megatron_cp_algo"]
+
 # micro-batches by tokens, and none of the sizes that the preset sets
 PPO = ["megatron_training.stage=ray_ppo", "rl_config.adv_estimator=gae"]
 CLIP_HIGHER = [
@@ -260,6 +262,10 @@ EXAMPLES = {
         ["actor_config.context_parallel_size=2"],
         "actor_config.context_parallel_size", 2, "heads of a tensor-parallel rank = 7", "possible: 1, 7",
     ),
+    "ring_attention_has_kernels": (
+        RING,
+        "actor_config.context_parallel_algo", "megatron_cp_algo", "not built for device = 'npu'", "ulysses_cp_algo",
+    ),
     "refuse_infer_pipeline_parallel_size": (
         ["generate_config.infer_pipeline_parallel_size=2"],
         "generate_config.infer_pipeline_parallel_size", 2, "not supported by this version", "set it to 1",
@@ -322,6 +328,8 @@ def test_rules_read_the_keys_they_declare():
         ["rl_config.lam=0.95", "rl_config.gamma=1.0"],
         ["actor_config.resume=auto", "actor_config.finetune=true"],
         ["actor_config.tensor_model_parallel_size=2", "actor_config.context_parallel_size=2"],
+        ["device=cuda", *RING],  # two parts of 7 heads
+        ["actor_config.context_parallel_algo=megatron_cp_algo"],  # one part: no ring
         ["actor_config.pipeline_model_parallel_size=2", "actor_config.num_layer_list='10,18'"],
         ["actor_config.pipeline_model_parallel_size=2", "actor_config.num_layers_per_virtual_pipeline_stage=7"],
         ["actor_config.pipeline_model_parallel_size=2", "actor_config.noop_layers=[0,29]"],
@@ -386,6 +394,12 @@ def test_pipelines_that_do_not_fit_the_model(overrides, key, message):
     (violation,) = violations_of(*two_stages)
     assert violation.path == f"actor_config.{key}"
     assert message in str(violation)
+
+
+def test_other_ways_to_share_tokens_are_refused():
+    (violation,) = violations_of("actor_config.context_parallel_algo=hybrid_cp_algo")
+    assert violation.path == "actor_config.context_parallel_algo"
+    assert "'ulysses_cp_algo' or 'megatron_cp_algo'" in str(violation)
 
 
 @pytest.mark.parametrize("name", ["''", "' '", "'.'", "..", "latest", "/tmp/x", "x/", "x" * 201, "名" * 67])

@@ -13,6 +13,7 @@ LARGE = "grpo_trainer_deepseekv3_671b"
     "overrides",
     [
         ["actor_config.expert_model_parallel_size=2"],
+        ["actor_config.expert_model_parallel_size=2", "actor_config.context_parallel_size=2"],
         ["model.qwen3_30b_a3b.ffn_hidden_size=6145"],  # no layer has an MLP of this width
         ["~generate_config.infer_expert_parallel_size", "generate_config.enable_expert_parallel=true"],
         ["generate_config.infer_expert_parallel_size=4", "generate_config.enable_expert_parallel=true"],

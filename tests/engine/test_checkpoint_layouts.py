@@ -53,9 +53,9 @@ EXPERTS = [
     ONE,
     layout(3),
     layout(2, **{EP: 2}, **LOCAL),
-    layout(4, **{EP: 2}),
     layout(4, **{EP: 2, TP: 2}, sequence_parallel=True),
-    layout(4, **{EP: 2, PP: 2}),
+    layout(4, **{EP: 2, PP: 2, VPP: 1}),
+    layout(4, **{EP: 4}, context_parallel_size=2),
 ]
 
 
@@ -70,7 +70,8 @@ class Group:
 
 GROUPS = {
     "dense": Group(DENSE, {}, {"architecture": "llama", "layers": 4}),
-    "experts": Group(EXPERTS, {}, {"architecture": "qwen3_moe", "experts": 4, "expert_ffn": 32}),
+    # latent attention, a dense layer, shared experts, biases of the router
+    "experts": Group(EXPERTS, {}, {"architecture": "deepseek_v3", "layers": 4, "experts": 4, "expert_ffn": 32}),
     # state only: gradients of bfloat16 differ too much between layouts to be compared
     "bf16": Group(
         [ONE, layout(2, **LOCAL), layout(4, **{TP: 2}), layout(2, **{PP: 2})],

@@ -35,7 +35,7 @@ def training_layouts(world: int, experts: bool) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     for tp, pp, cp, ep in itertools.product((1, 2), (1, 2, 4), (1, 2), (1, 2, 4)):
         dp, rest = divmod(world, tp * pp * cp)
-        if rest or not dp or dp % ep or (ep > 1 and (cp > 1 or not experts)):
+        if rest or not dp or dp * cp % ep or (ep > 1 and not experts):
             continue
         sizes = {TP: tp, PP: pp, CP: cp, EP: ep, "sequence_parallel": tp > 1}
         found.append(sizes)

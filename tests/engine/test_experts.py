@@ -14,6 +14,7 @@ from test_training_layouts import (
     LOG_PROB_TOLERANCE,
     LOSS_TOLERANCE,
     PP,
+    RING,
     SEQUENCES,
     TEMPERATURE,
     TP,
@@ -49,7 +50,9 @@ LAYOUTS = [
     layout(2, 3, **{TP: 2}, sequence_parallel=True),
     layout(4, 3, **{EP: 2, TP: 2}, sequence_parallel=True),
     layout(4, 3, **{EP: 2, PP: 2}),
-    layout(2, 3, context_parallel_size=2),
+    layout(2, 3, context_parallel_size=2, **{EP: 2}),
+    layout(4, 3, context_parallel_size=2, **{EP: 4}, **RING),
+    layout(4, max_tokens=CAP, context_parallel_size=2, **{EP: 2}, use_distributed_optimizer=False),
 ]
 
 

@@ -8,6 +8,7 @@ from support.ranks import run_ranks
 from test_experts import CLIP, EP, assert_agrees, assert_textbook_gradients, table_of
 from test_training_layouts import (
     PP,
+    RING,
     SEQUENCES,
     TP,
     Layout,
@@ -22,7 +23,8 @@ from mindspeed_rl.checkpoint.hf import HFWeights
 OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
 LAYOUTS = [
     layout(4, 3, **{EP: 2, TP: 2}, **OVERLAP, sequence_parallel=True, recompute_granularity="selective"),
-    layout(4, 3, **{PP: 2}, num_layer_list="1,2", context_parallel_size=2, use_distributed_optimizer=False),
+    layout(4, 3, **{PP: 2, EP: 2}, num_layer_list="1,2", context_parallel_size=2, use_distributed_optimizer=False),
+    layout(3, 3, context_parallel_size=3, **RING),
 ]
 BIAS = "e_score_correction_bias"
 

@@ -33,6 +33,8 @@ DEEP_WEIGHT_TOLERANCE = 2e-4  # of four layers: more gradients are as small as t
 
 TP, PP = "tensor_model_parallel_size", "pipeline_model_parallel_size"
 VPP = "num_layers_per_virtual_pipeline_stage"
+RING = {"context_parallel_algo": "megatron_cp_algo"}
+RECOMPUTED = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,7 @@ class Layout:
 
     def __str__(self) -> str:
         named = {TP: "TP", PP: "PP", VPP: "VPP", "context_parallel_size": "CP", "sequence_parallel": "SP"}
+        named["context_parallel_algo"] = ""
         parts = [f"{named.get(key, key)}{value}" for key, value in self.settings.items()]
         return "-".join([f"world{self.world}", *parts, str(self.micro)])
 
@@ -78,10 +81,13 @@ LAYOUTS = [
     layout(2, 3, context_parallel_size=2),
     layout(4, 3, **{TP: 2}, context_parallel_size=2, sequence_parallel=True),
     layout(4, max_tokens=CAP, context_parallel_size=2, use_distributed_optimizer=False),
+    layout(4, 3, **{TP: 2}, context_parallel_size=2, sequence_parallel=True, **RING),
+    layout(4, max_tokens=CAP, context_parallel_size=2, use_distributed_optimizer=False, **RING),
+    layout(3, 4, context_parallel_size=3, **RING, **RECOMPUTED),  # a number of parts that does not divide the heads
     layout(2, overlap_grad_reduce=True),
     layout(2, overlap_grad_reduce=True, overlap_param_gather=True),
     layout(4, max_tokens=CAP, **{PP: 2}),
-    layout(1, 4, recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1),
+    layout(1, 4, **RECOMPUTED),
     layout(1, 4, recompute_granularity="selective"),
 ]
 

@@ -8,6 +8,10 @@ import ray
 
 from cli.train_grpo import main
 from examples.make_tiny_model import make_tiny_model
+from mindspeed_rl.common.errors import ConfigError
+from mindspeed_rl.config.compose import load_config
+from mindspeed_rl.config.layout import derive_layout
+from mindspeed_rl.trainer import launch
 
 
 @pytest.fixture
@@ -108,6 +112,14 @@ def test_folder_that_cannot_be_written(
 def test_device_that_is_not_there(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code = train("device=npu", "generate_config.dtype=bfloat16")
     assert_refused(capsys, code, 2, "device = 'npu'", "torch_npu is not installed")
+
+
+def test_ring_attention_where_the_devices_found_have_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    ring = ["actor_config.context_parallel_size=2", "actor_config.context_parallel_algo=megatron_cp_algo"]
+    config, _ = load_config("grpo_trainer_qwen25_7b", ["device=auto", *ring])
+    monkeypatch.setattr(ray, "cluster_resources", lambda: {"NPU": 8.0})
+    with pytest.raises(ConfigError, match=r"context_parallel_algo = 'megatron_cp_algo': .* device = 'npu'"):
+        launch._device(config, derive_layout(config))
 
 
 def test_response_length_of_nothing(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

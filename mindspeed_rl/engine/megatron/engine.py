@@ -30,6 +30,7 @@ from mindspeed_rl.engine.megatron.model import build_model, data_parallel, named
 from mindspeed_rl.engine.megatron.offload import HostMemory
 from mindspeed_rl.engine.megatron.optimizer import Optimizer
 from mindspeed_rl.engine.megatron.packing import PackedMicroBatch, Part, pack
+from mindspeed_rl.engine.megatron.ring_attention import open_ring
 from mindspeed_rl.engine.megatron.sharding import Sharding, pieces_to_write, read_pieces
 from mindspeed_rl.resharding.checksums import training_checksums
 from mindspeed_rl.resharding.export import Groups, export_hf
@@ -48,6 +49,8 @@ def initialize_parallel_state(cfg: MegatronConfig) -> None:
         expert_model_parallel_size=cfg.expert_model_parallel_size,
         distributed_timeout_minutes=max(1, round(cfg.distributed_timeout_minutes)),
     )
+    if cfg.uses_ring_attention:
+        open_ring(mpu.get_context_parallel_group(), torch.device(torch.cuda.current_device()))
     model_parallel_cuda_manual_seed(cfg.seed)
 
 

@@ -72,6 +72,7 @@ def transformer_config(cfg: MegatronConfig, model: ModelConfig, device: Device, 
         overlap_p2p_comm=chunks > 1,
         batch_p2p_comm=chunks == 1,
         context_parallel_size=cfg.context_parallel_size,
+        cp_comm_type="p2p" if cfg.uses_ring_attention else "a2a",
         sequence_parallel=cfg.sequence_parallel,
         # micro-batches are packed: their token counts differ, so stages tell each other the shapes
         variable_seq_lengths=pp > 1,

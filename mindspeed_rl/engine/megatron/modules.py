@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state as mpu
 from megatron.core.models.common.embeddings import rope_utils
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer import attention as megatron_attention
 from megatron.core.transformer import multi_latent_attention as megatron_latent_attention
@@ -18,6 +17,8 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 
 from mindspeed_rl.device.base import Device
 from mindspeed_rl.engine.megatron.context_parallel import heads_to_tokens, tokens_to_heads
+from mindspeed_rl.engine.megatron.packing import PackedSequences
+from mindspeed_rl.engine.megatron.ring_attention import ring_attention
 
 
 @dataclass
@@ -40,9 +41,17 @@ class PackedAttention(torch.nn.Module):
     Values may be shorter than keys: attention kernels want both alike, so zeros are appended for them.
     """
 
-    def __init__(self, config: TransformerConfig, device: Device, softmax_scale: float | None = None, **_: Any):
+    def __init__(
+        self,
+        config: TransformerConfig,
+        device: Device,
+        softmax_scale: float | None = None,
+        cp_comm_type: str | None = None,
+        **_: Any,
+    ):
         super().__init__()
         self.device, self.scale = device, softmax_scale
+        self.ring = cp_comm_type == "p2p"  # context-parallel ranks pass keys and values on, instead of sharing heads
 
     def forward(
         self,
@@ -50,21 +59,27 @@ class PackedAttention(torch.nn.Module):
         key: torch.Tensor,  # [T/cp, key/value heads, head dimension]
         value: torch.Tensor,  # [T/cp, key/value heads, value dimension]
         attention_mask: torch.Tensor | None,
-        packed_seq_params: PackedSeqParams | None = None,
+        packed_seq_params: PackedSequences | None = None,
         **_: Any,
     ) -> torch.Tensor:
         """[T/cp, heads * value dimension]."""
         assert packed_seq_params is not None, "training input is always packed"
         cu_seqlens, max_seqlen = packed_seq_params.cu_seqlens_q, packed_seq_params.max_seqlen_q
         group = mpu.get_context_parallel_group()
-        shared = group.size() > 1
-        if shared:
+        shares_heads = not self.ring and group.size() > 1
+        if shares_heads:
             query, key, value = (tokens_to_heads(hidden, group) for hidden in (query, key, value))
         size = value.shape[-1]
         if size < key.shape[-1]:
             value = F.pad(value, (0, key.shape[-1] - size))
-        attended = self.device.varlen_attention(query, key, value, cu_seqlens, max_seqlen, self.scale)[..., :size]
-        return (heads_to_tokens(attended, group) if shared else attended).flatten(1)
+        if self.ring:
+            kernels = self.device.block_attention
+            assert kernels is not None, "refused when the device was chosen"
+            attended = ring_attention(query, key, value, packed_seq_params, group, kernels, self.scale)
+        else:
+            attended = self.device.varlen_attention(query, key, value, cu_seqlens, max_seqlen, self.scale)
+        attended = attended[..., :size]
+        return (heads_to_tokens(attended, group) if shares_heads else attended).flatten(1)
 
 
 class RMSNorm(torch.nn.Module):

@@ -12,6 +12,13 @@ from mindspeed_rl.types import RolloutBatch
 _NOTHING = torch.empty(0, dtype=torch.int64)
 
 
+@dataclass
+class PackedSequences(PackedSeqParams):
+    """Megatron's, and the same for the host, which then never has to wait for the device."""
+
+    starts: tuple[int, ...] = ()  # [B + 1]: cu_seqlens
+
+
 @dataclass(frozen=True)
 class PackedMicroBatch:
     """A micro-batch on the device, `B` sequences in `T` tokens without padding between them."""
@@ -19,7 +26,7 @@ class PackedMicroBatch:
     batch: RolloutBatch  # the sequences themselves, on the host
     tokens: torch.Tensor  # [1, T/cp], int64: this context-parallel rank's part
     positions: torch.Tensor  # [1, T/cp], int64: of the tokens in their sequences
-    params: PackedSeqParams  # of all T tokens
+    params: PackedSequences  # of all T tokens
     targets: torch.Tensor  # [R], int64: all response tokens
     predictors: torch.Tensor  # [r], int64: index in T/cp of those tokens whose logits predict response tokens
     predicted: torch.Tensor  # [r], int64: which of the R response tokens each of them predicts
@@ -60,12 +67,13 @@ def pack(batch: RolloutBatch, device: torch.device, part: Part = Part()) -> Pack
         batch=batch,
         tokens=torch.cat(sequences)[None, mine].to(device),
         positions=torch.cat([torch.arange(len(sequence)) for sequence in sequences])[None, mine].to(device),
-        params=PackedSeqParams(
+        params=PackedSequences(
             qkv_format="thd",
             cu_seqlens_q=cu_seqlens,
             cu_seqlens_kv=cu_seqlens,
             max_seqlen_q=longest,
             max_seqlen_kv=longest,
+            starts=tuple(starts.tolist()),
         ),
         predictors=(of_all[predicted] - mine.start).to(device),
         predicted=predicted.to(device),
