@@ -31,13 +31,15 @@ ALGORITHMS: dict[str, list[str]] = {
         TWO_UPDATES,
     ],
     "cispo": ["rl_config.loss_type=cispo", TWO_UPDATES],
+    "ppo": [],  # a configuration of its own
 }
 
 
 def learn(name: str, output: Path, *overrides: str) -> list[float]:
     """Mean reward of every step of a run of an algorithm, which writes to `output`."""
     settings = (f"megatron_training.seed={SEED}", "actor_config.save=null", *ALGORITHMS[name], *overrides)
-    return [step["reward/mean"] for step in train("grpo_trainer_tiny_cpu", output, *settings)]
+    config = "ppo_trainer_tiny_cpu" if name == "ppo" else "grpo_trainer_tiny_cpu"
+    return [step["reward/mean"] for step in train(config, output, *settings)]
 
 
 def main() -> None:

@@ -68,5 +68,6 @@ def publish(benchmark: str, records: Sequence[Record], hardware: str, write: boo
 def train(config_name: str, output: Path, *overrides: str) -> list[dict[str, float]]:
     """Metrics of every step of a training run, which writes to `output`."""
     arguments = [f"--config-name={config_name}", f"output_dir={output}", "run_name=run", *overrides]
-    subprocess.run([sys.executable, ROOT / "cli" / "train_grpo.py", *arguments], cwd=ROOT, check=True)
+    command = f"train_{config_name.partition('_')[0]}.py"  # configurations are called after their algorithm
+    subprocess.run([sys.executable, ROOT / "cli" / command, *arguments], cwd=ROOT, check=True)
     return [json.loads(line) for line in (output / "run" / "metrics.jsonl").read_text().splitlines()]

@@ -15,7 +15,7 @@ from examples.make_tiny_model import make_tiny_model
 
 ROOT = Path(__file__).resolve().parents[2]
 # numbers that must be the same for runs that do the same: what training computed, not how long it took
-TRAINING = re.compile(r"(actor|reward|response_length|prompt_length|rollout)/.*")
+TRAINING = re.compile(r"(actor|critic|reward|response_length|prompt_length|rollout)/.*")
 
 VERIFIERS = '''
 """Scores that depend on what was sampled; one that sometimes fails; one that never differs."""
@@ -46,9 +46,10 @@ def make_inputs(folder: Path) -> None:
 
 
 def command(inputs: Path, output: Path, *overrides: str) -> list[str]:
+    script = "train_ppo.py" if "megatron_training.stage=ray_ppo" in overrides else "train_grpo.py"
     return [
         sys.executable,
-        str(ROOT / "cli" / "train_grpo.py"),
+        str(ROOT / "cli" / script),
         "--config-name=grpo_trainer_tiny_cpu",
         f"output_dir={output}",
         f"megatron_training.data_path={inputs}/data.jsonl",
