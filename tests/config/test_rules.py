@@ -1,6 +1,7 @@
 """Every rule: an example that breaks it, and an error that names key path, value and a way out."""
 
 import pytest
+from algorithm_examples import ALGORITHM_EXAMPLES, CLIP_HIGHER, PPO
 from expert_examples import EXPERT_EXAMPLES
 
 from mindspeed_rl.common.errors import ConfigError, Violation
@@ -22,12 +23,6 @@ SEPARATE = [
 RING = ["actor_config.context_parallel_size=2", "actor_config.context_parallel_algo=megatron_cp_algo"]
 
 # micro-batches by tokens, and none of the sizes that the preset sets
-PPO = ["megatron_training.stage=ray_ppo", "rl_config.adv_estimator=gae"]
-CLIP_HIGHER = [
-    "rl_config.clip_higher_enable=true",
-    "rl_config.clip_ratio_low=0.2",
-    "rl_config.clip_ratio_high=0.28",
-]
 DYNAMIC = [
     "rl_config.use_dynamic_bsz=true",
     "rl_config.max_packing_token_size=8192",
@@ -186,46 +181,6 @@ EXAMPLES = {
         ["actor_config.min_lr=2e-6"],
         "actor_config.min_lr", 2e-6, "actor_config.lr = 1e-06", "lower it",
     ),
-    "algorithms_are_known": (
-        ["rl_config.loss_type=gpso"],
-        "rl_config.loss_type", "gpso", "is unknown", "did you mean gspo?",
-    ),
-    "algorithm_keys_are_used": (
-        ["rl_config.kl_target=0.05"],
-        "rl_config.kl_target", 0.05, "kl_ctrl_type = 'fixed'", "set kl_ctrl_type to adaptive",
-    ),
-    "clip_bounds_are_given_once": (
-        ["rl_config.clip_higher_enable=true", "rl_config.clip_ratio_low=0.2"],
-        "rl_config.clip_ratio_high", None, "needed by clip_higher_enable", "0.28",
-    ),
-    "covariance_bounds_are_ordered": (
-        ["rl_config.loss_type=clip_cov", "rl_config.clip_cov_lb=5"],
-        "rl_config.clip_cov_lb", 5.0, "below clip_cov_ub = 5.0", "",
-    ),
-    "kl_in_reward_has_a_weight_and_no_gradient": (
-        ["rl_config.use_kl_in_reward=true", "rl_config.kl_penalty=k1+"],
-        "rl_config.kl_penalty", "k1+", "gradient of a loss", "set k1",
-    ),
-    "correction_has_log_probs": (
-        ["rl_config.rollout_is=all", "generate_config.sampling_config.logprobs=false"],
-        "rl_config.rollout_is", "all", "logprobs = False", "set logprobs: true",
-    ),
-    "correction_keys_are_used": (
-        ["rl_config.rollout_is_threshold=3"],
-        "rl_config.rollout_is_threshold", 3.0, "staleness = 0", "rollout_is: all",
-    ),
-    "stage_has_its_critic": (
-        ["rl_config.adv_estimator=gae"],
-        "rl_config.adv_estimator", "gae", "has no critic", "set stage: ray_ppo",
-    ),
-    "critic_keys_are_its_own": (
-        [*PPO, "+critic_config.tensor_model_parallel_size=2"],
-        "critic_config.tensor_model_parallel_size", 2, "shares the actor's devices", "possible keys: load",
-    ),
-    "overlong_buffer_fits": (
-        ["rl_config.overlong_buffer_enable=true"],
-        "rl_config.overlong_buffer", None, "needed by overlong_buffer_enable", "a quarter of max_tokens",
-    ),
     "adaptive_kl_starts_above_zero": (
         ["rl_config.kl_ctrl_type=adaptive", "rl_config.init_kl_coef=0"],
         "rl_config.init_kl_coef", 0.0, "0 stays 0", "positive",
@@ -283,6 +238,7 @@ EXAMPLES = {
         "rl_config.rule_reward", False, "reward models are not built", "set it to true",
     ),
     **EXPERT_EXAMPLES,
+    **ALGORITHM_EXAMPLES,
 }  # fmt: skip
 
 

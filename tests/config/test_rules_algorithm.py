@@ -1,16 +1,12 @@
 """Keys of one algorithm that are set with another are refused, each by name."""
 
 import pytest
+from algorithm_examples import CLIP_HIGHER
 
 from mindspeed_rl.common.errors import ConfigError, Violation
 from mindspeed_rl.config.compose import load_config
 
 BASE = "grpo_trainer_qwen25_7b"
-CLIP_HIGHER = [
-    "rl_config.clip_higher_enable=true",
-    "rl_config.clip_ratio_low=0.2",
-    "rl_config.clip_ratio_high=0.28",
-]
 
 
 def violations_of(*overrides: str) -> list[Violation]:
