@@ -161,6 +161,8 @@ def compute_advantages(
     inputs = AdvantageInputs(total, valid, dense_groups, mask, lengths, tokens, expected)
     estimate = estimator(inputs, cfg)
     if isinstance(estimate, tuple):
+        if values is None:
+            raise ValueError(f"rl_config.adv_estimator = {name!r} estimates returns, and there is no critic")
         return estimate[0], inputs.counted(estimate[1])
     return estimate, None
 

@@ -26,7 +26,7 @@ AggregationMode = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-me
 
 def counted_tokens(mask: Tensor, response_lengths: Tensor) -> Tensor:
     """Counted tokens of each sequence, [B] float32."""
-    return _sum_by_sequence((mask > 0).float(), response_lengths)
+    return sum_by_sequence((mask > 0).float(), response_lengths)
 
 
 def count(mask: Tensor, response_lengths: Tensor) -> Denominators:
@@ -56,7 +56,7 @@ def token_weights(
     if mode == "seq-mean-token-sum":
         return counted / sequences
     if mode == "seq-mean-token-mean":
-        per_sequence = _sum_by_sequence(counted, response_lengths).clamp(min=1)
+        per_sequence = sum_by_sequence(counted, response_lengths).clamp(min=1)
         lengths = response_lengths.to(mask.device)
         return counted / (per_sequence.repeat_interleave(lengths) * sequences)
     if mode == "seq-mean-token-sum-norm":
@@ -94,7 +94,7 @@ def aggregate(
     return (torch.where(mask > 0, values, 0.0) * weights).sum()
 
 
-def _sum_by_sequence(values: Tensor, response_lengths: Tensor) -> Tensor:
+def sum_by_sequence(values: Tensor, response_lengths: Tensor) -> Tensor:
     """[R] -> [B]: sum of `values` over each sequence."""
     lengths = response_lengths.to(values.device)
     index = torch.arange(len(lengths), device=values.device).repeat_interleave(lengths)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from mindspeed_rl.algorithms.aggregation import sum_by_sequence
 from mindspeed_rl.algorithms.log_ratio import clamp_log_ratio
 from mindspeed_rl.common.metric import MetricSet
 from mindspeed_rl.config.schema import RLConfig
@@ -37,7 +38,8 @@ def importance_weights(
         rollout_log_probs: [R] under the policy that sampled, by the rollout engine.
         mask: [R] 0/1.
         response_lengths: [B] int64.
-        corrected: [R] bool, the tokens to be weighted: d is 0 at others. None: all.
+        corrected: [R] bool, tokens of another policy: d is 0 at others, which weigh 1, or with their sequence. None:
+            all.
 
     Returns:
         [R], of the dtype of `old_log_probs`; metrics over the counted tokens: mean weight, shares of tokens that were
@@ -48,14 +50,12 @@ def importance_weights(
         counted = counted & corrected
     d = torch.where(counted, (old_log_probs - rollout_log_probs).detach(), 0.0)
     lengths = response_lengths.to(d.device)
-    index = torch.arange(len(lengths), device=d.device).repeat_interleave(lengths)
     exponent = d
     if cfg.rollout_is_level != "token":
-        zeros = d.new_zeros(len(lengths))
-        exponent = zeros.index_add(0, index, d)
+        exponent = sum_by_sequence(d, lengths)
         if cfg.rollout_is_level == "geometric":
-            exponent = exponent / zeros.index_add(0, index, counted.to(d.dtype)).clamp(min=1)
-        exponent = exponent[index]
+            exponent = exponent / sum_by_sequence(counted.to(d.dtype), lengths).clamp(min=1)
+        exponent = exponent.repeat_interleave(lengths)
     raw, upper = clamp_log_ratio(exponent).exp(), cfg.rollout_is_threshold
     metrics, mean_mask = MetricSet(), mask > 0
     if cfg.rollout_is_mode == "truncate":
@@ -68,8 +68,8 @@ def importance_weights(
         metrics.mean("rollout/is_masked", outside.float(), mean_mask)
     if cfg.rollout_is_veto_threshold is not None:
         impossible = (clamp_log_ratio(d).exp() < cfg.rollout_is_veto_threshold).to(d.dtype)
-        vetoed = d.new_zeros(len(lengths)).index_add(0, index, impossible) > 0
-        weights = torch.where(vetoed[index], 0.0, weights)
+        vetoed = sum_by_sequence(impossible, lengths) > 0
+        weights = torch.where(vetoed.repeat_interleave(lengths), 0.0, weights)
         metrics.mean("rollout/is_vetoed", vetoed.float())
     metrics.mean("rollout/is_weight", weights, mean_mask)
     return weights, metrics

@@ -17,11 +17,11 @@ from torch import Tensor
 
 from mindspeed_rl.algorithms.log_ratio import clamp_log_ratio
 from mindspeed_rl.algorithms.registry import Registry
+from mindspeed_rl.config.rules_algorithm import MAX_RELATIVE_ERROR
 from mindspeed_rl.config.schema import RLConfig
 
 MAX_LOW_VAR_KL = 10.0
 STRAIGHT_THROUGH = "+"
-MAX_RELATIVE_ERROR = 0.2
 
 KLEstimator = Callable[[Tensor, Tensor], Tensor]
 KL_ESTIMATORS: Registry[KLEstimator] = Registry("rl_config.kl_penalty")

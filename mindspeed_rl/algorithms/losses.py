@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from mindspeed_rl.algorithms.aggregation import sum_by_sequence
 from mindspeed_rl.algorithms.log_ratio import clamp_log_ratio
 from mindspeed_rl.algorithms.registry import Registry
 from mindspeed_rl.config.schema import RLConfig
@@ -37,11 +38,9 @@ class PolicyBatch:
 
     def mean_of_sequence(self, values: Tensor) -> Tensor:
         """Mean of `values` [R] over the counted tokens of each token's sequence, [R]; 0 where there are none."""
-        lengths = self.response_lengths.to(values.device)
-        index = torch.arange(len(lengths), device=values.device).repeat_interleave(lengths)
-        zeros = values.new_zeros(len(lengths))
-        total = zeros.index_add(0, index, torch.where(self.mask, values, 0.0))
-        return (total / zeros.index_add(0, index, self.mask.to(values.dtype)).clamp(min=1))[index]
+        total = sum_by_sequence(torch.where(self.mask, values, 0.0), self.response_lengths)
+        counted = sum_by_sequence(self.mask.to(values.dtype), self.response_lengths)
+        return (total / counted.clamp(min=1)).repeat_interleave(self.response_lengths.to(values.device))
 
 
 TokenStats = dict[str, Tensor]  # name -> [R] float32, averaged over the counted tokens

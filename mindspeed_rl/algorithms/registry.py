@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import importlib.util
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -65,10 +66,12 @@ def load_custom_algorithms(path: str | None) -> None:
     if path is None or str(Path(path).resolve()) in _loaded:
         return
     spec = importlib.util.spec_from_file_location("custom_algorithms", path)
-    assert spec is not None
-    assert spec.loader is not None
+    if spec is None or spec.loader is None:
+        raise ConfigError([Violation("rl_config.custom_algorithm_file", path, "is no Python file", "call it ….py")])
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # where dataclasses look their types up
     try:
-        spec.loader.exec_module(importlib.util.module_from_spec(spec))
+        spec.loader.exec_module(module)
     except Exception as error:
         message = f"raised {type(error).__name__}: {error}"
         raise ConfigError([Violation("rl_config.custom_algorithm_file", path, message)]) from error

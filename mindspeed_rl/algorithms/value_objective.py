@@ -48,19 +48,19 @@ class ValueObjective:
         values, old, returns = (torch.where(counted, column, 0.0) for column in (values, old_values, returns))
         error = (values - returns).square()
         clipped = (old + (values - old).clamp(-reach, reach) - returns).square()
-        loss = aggregate(
-            0.5 * torch.maximum(error, clipped),
-            mask,
-            response_lengths,
-            self.cfg.loss_agg_mode,
-            denominators,
-            self.horizon,
-        )
+        of_token = 0.5 * torch.maximum(error, clipped)
+        mode = self.cfg.loss_agg_mode
+        loss = aggregate(of_token, mask, response_lengths, mode, denominators, self.horizon)
+        means = {
+            "vf_loss": of_token,
+            "vf_clipfrac": (clipped > error).to(error.dtype),
+            "values": values,
+            "returns": returns,
+            "squared_error": error,
+        }
+        numbers = torch.stack(list(means.values()))[:, counted].detach().cpu()  # one transfer for all of them
         metrics = MetricSet()
-        metrics.mean("critic/vf_loss", 0.5 * torch.maximum(error, clipped), counted)
-        metrics.mean("critic/vf_clipfrac", (clipped > error).float(), counted)
-        metrics.mean("critic/values", values, counted)
-        metrics.mean("critic/returns", returns, counted)
-        metrics.std("critic/returns_std", returns, counted)
-        metrics.mean("critic/squared_error", error, counted)
+        for name, of_counted in zip(means, numbers, strict=True):
+            metrics.mean(f"critic/{name}", of_counted)
+        metrics.std("critic/returns_std", numbers[list(means).index("returns")])
         return loss, metrics

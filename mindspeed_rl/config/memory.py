@@ -128,7 +128,8 @@ def micro_batch_tokens(cfg: Config, layout: Layout) -> int:
     The cap of a micro-batch, or a fixed number of sequences of full length, divided by context parallelism.
     """
     mini_batch = layout.sequences_per_mini_batch_per_rank * cfg.actor.seq_length
-    fixed = cfg.actor.micro_batch_size * cfg.actor.seq_length
+    models = (cfg.actor, cfg.critic) if cfg.rl_config.adv_estimator == "gae" else (cfg.actor,)
+    fixed = max(model.micro_batch_size for model in models) * cfg.actor.seq_length
     return -(-min(cfg.rl_config.max_packing_token_size or fixed, mini_batch) // layout.cp)
 
 

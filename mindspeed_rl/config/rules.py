@@ -45,7 +45,8 @@ _MODEL_KEYS = ("model", "actor.model", "actor.load")
 _LONGEST_NAME = 200  # file systems end at 255 bytes
 _MAX_TOKENS = "generate_config.sampling_config.max_tokens"
 _DYNAMIC, _PACKING = "rl_config.use_dynamic_bsz", "rl_config.max_packing_token_size"
-_FORWARD_SIZES = tuple(f"rl_config.{model}_forward_micro_batch_size" for model in ("actor", "ref"))
+_FORWARD_SIZES = tuple(f"rl_config.{model}_forward_micro_batch_size" for model in ("actor", "ref", "critic"))
+_TRAINING = ("megatron_training", "actor_config", "critic_config")
 
 
 def check(cfg: Config, broken: Sequence[str] = ()) -> list[Violation]:
@@ -199,10 +200,10 @@ def packing_size_holds_a_sequence(cfg: Config) -> Found:
         yield from _fits(cfg, _PACKING, cfg.rl_config.max_packing_token_size)
 
 
-@rule(_DYNAMIC, "actor.micro_batch_size", *_FORWARD_SIZES)
+@rule(_DYNAMIC, "actor.micro_batch_size", "critic_config", *_FORWARD_SIZES)
 def micro_batch_sizes_are_used(cfg: Config) -> Found:
     """With token-capped micro-batches nothing reads a number of sequences, so none may be set."""
-    for path in ("megatron_training.micro_batch_size", "actor_config.micro_batch_size", *_FORWARD_SIZES):
+    for path in (*(f"{section}.micro_batch_size" for section in _TRAINING), *_FORWARD_SIZES):
         section, _, key = path.partition(".")
         values = getattr(cfg, section)
         if cfg.rl_config.use_dynamic_bsz and key in values.model_fields_set:
@@ -280,11 +281,14 @@ def recompute_layers_exist(cfg: Config, model: ModelConfig) -> Found:
         yield Violation(actor_path(cfg, "recompute_num_layers"), layers, message, f"at most {here}")
 
 
-@rule("actor.lr", "actor.min_lr")
+@rule("actor.lr", "actor.min_lr", "critic_config", "actor.stage")
 def min_lr_below_lr(cfg: Config) -> Found:
     if cfg.actor.min_lr > cfg.actor.lr:
         message = f"is larger than {actor_path(cfg, 'lr')} = {cfg.actor.lr!r}"
         yield Violation(actor_path(cfg, "min_lr"), cfg.actor.min_lr, message, "the decay ends at min_lr: lower it")
+    elif cfg.actor.stage == "ray_ppo" and cfg.critic.min_lr > cfg.critic.lr:
+        message = f"is larger than the critic's lr = {cfg.critic.lr!r}"
+        yield Violation("critic_config.min_lr", cfg.critic.min_lr, message, "the decay ends at min_lr: lower it")
 
 
 # ---------------------------------------------------------------- rewards

@@ -10,15 +10,17 @@ from mindspeed_rl.config.layout import tokens_may_be_stale
 from mindspeed_rl.config.rule import Found, nearest, rule
 from mindspeed_rl.config.schema import ADV_ESTIMATORS, KL_PENALTIES, LOSS_TYPES, Config, RLConfig
 
+MAX_RELATIVE_ERROR = 0.2  # of the adaptive KL controller
 _CLIPPING = ("ppo", "gspo", "cispo", "gmpo", "clip_cov")
+_WITH_CRITIC = ("gae",)
 # key -> the key that gives it a meaning, and the values with which it has one
 _KEY_OF: dict[str, tuple[str, tuple[Any, ...]]] = {
     "norm_adv_by_std": ("adv_estimator", ("group_norm", "grpo", "grpo_passk")),
     "gamma": ("adv_estimator", ("reinforce_plus_plus", "gae")),
-    "lam": ("adv_estimator", ("gae",)),
-    "cliprange_value": ("adv_estimator", ("gae",)),
-    "critic_warmup": ("adv_estimator", ("gae",)),
-    "critic_forward_micro_batch_size": ("adv_estimator", ("gae",)),
+    "lam": ("adv_estimator", _WITH_CRITIC),
+    "cliprange_value": ("adv_estimator", _WITH_CRITIC),
+    "critic_warmup": ("adv_estimator", _WITH_CRITIC),
+    "critic_forward_micro_batch_size": ("adv_estimator", _WITH_CRITIC),
     "clip_ratio": ("loss_type", _CLIPPING),
     "clip_higher_enable": ("loss_type", _CLIPPING),
     "clip_ratio_c": ("loss_type", ("ppo",)),
@@ -82,9 +84,9 @@ def algorithm_keys_are_used(cfg: Config) -> Found:
     rl = cfg.rl_config
     for key, (chooser, values) in _KEY_OF.items():
         chosen = getattr(rl, chooser)
-        is_own = chooser in _NAMES and chosen not in _NAMES[chooser]
+        is_own = chooser in _NAMES and chosen not in _NAMES[chooser] and values != _WITH_CRITIC
         if chosen not in values and not is_own and _changed(rl, key):
-            possible = f"set {chooser} to {' or '.join(map(_text, values))}, or " if values else ""
+            possible = f"set {chooser} to {' or '.join(map(_text, values))}, or "
             default = _text(RLConfig.model_fields[key].default)
             message = f"has no effect with {chooser} = {chosen!r}"
             yield Violation(f"rl_config.{key}", getattr(rl, key), message, f"{possible}leave it at {default}")
@@ -124,6 +126,23 @@ def adaptive_kl_starts_above_zero(cfg: Config) -> Found:
         yield Violation("rl_config.init_kl_coef", 0.0, "kl_ctrl_type = 'adaptive' scales it, and 0 stays 0", hint)
 
 
+@rule("rl_config.kl_ctrl_type", "rl_config.kl_horizon", "rl_config.n_samples_per_prompt", "actor.global_batch_size")
+def adaptive_kl_stays_positive(cfg: Config) -> Found:
+    """An iteration may take off a fifth of the coefficient for every horizon that it is long."""
+    rl, sequences = cfg.rl_config, cfg.actor.global_batch_size * cfg.rl_config.n_samples_per_prompt
+    if rl.kl_ctrl_type == "adaptive" and rl.kl_horizon <= MAX_RELATIVE_ERROR * sequences:
+        message = f"is too short for {sequences} sequences an iteration: the coefficient could become negative"
+        yield Violation("rl_config.kl_horizon", rl.kl_horizon, message, f"for example {10 * sequences}")
+
+
+@rule("rl_config.adv_estimator", "rl_config.n_samples_per_prompt")
+def groups_can_be_compared(cfg: Config) -> Found:
+    rl, path = cfg.rl_config, "rl_config.n_samples_per_prompt"
+    if rl.adv_estimator in ("gpg", "grpo_passk") and rl.n_samples_per_prompt == 1:
+        message = f"adv_estimator = {rl.adv_estimator!r} compares responses to the same prompt: all advantages are 0"
+        yield Violation(path, 1, message, "set 2 or more")
+
+
 @rule("rl_config.use_kl_in_reward", "rl_config.init_kl_coef", "rl_config.kl_penalty")
 def kl_in_reward_has_a_weight_and_no_gradient(cfg: Config) -> Found:
     rl = cfg.rl_config
@@ -149,6 +168,14 @@ def stage_has_its_critic(cfg: Config) -> Found:
         )
         hint = "set adv_estimator: gae, or stage: ray_grpo" if stage == "ray_ppo" else "set stage: ray_ppo"
         yield Violation("rl_config.adv_estimator", estimator, message, hint)
+
+
+@rule("rl_config.critic_warmup", "actor.train_iters")
+def warm_up_ends(cfg: Config) -> Found:
+    warm_up, iterations = cfg.rl_config.critic_warmup, cfg.actor.train_iters
+    if warm_up >= iterations and warm_up:
+        message = f"is no less than train_iters = {iterations}: the actor would never train"
+        yield Violation("rl_config.critic_warmup", warm_up, message)
 
 
 @rule("critic_config", "actor.stage")

@@ -76,6 +76,7 @@ def _update(cfg: Config, memory: MemoryEstimate) -> tuple[Parts, float]:
         "weights": memory.weights,
         "gradients": memory.gradients,
         "optimizer": memory.optimizer,
+        "critic": memory.critic,
         "activations": memory.activations,
         "logits": memory.logits,
         "reference": memory.reference if stays else 0,
@@ -126,4 +127,5 @@ def _generating(cfg: Config, **values: Any) -> Config:
 def _training(cfg: Config, **values: Any) -> Config:
     changed = cfg.model_copy()
     changed.__dict__["actor"] = cfg.actor.model_copy(update=values)  # what is derived from two sections, and cached
+    changed.__dict__.pop("critic", None)  # derived from that
     return changed

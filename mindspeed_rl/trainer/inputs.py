@@ -123,7 +123,6 @@ def generation_keys(config: Config) -> dict[str, Any]:
         "epochs",
         "recompute_logprobs",
         "use_kl_in_reward",
-        "loss_type",
     )
     return {
         **{f"rl_config.{name}": getattr(rl, name) for name in names},
@@ -177,7 +176,7 @@ def choose_source(config: Config) -> tuple[Source, dict[str, Any] | None]:
             f"{checkpoint} goes on from a run that started from {start}, which is not there any more"
         )
     if uses_critic(config) and not state.get("critic"):
-        message = f"{checkpoint} is of a run without a critic: set finetune: true to start a new run from its weights"
+        message = f"{checkpoint} is of a run without a critic: a new run from its weights has load and finetune: true"
         raise CheckpointError(message)
     for part, wanted, key in (
         ("optimizer", not actor.no_load_optim, "no_load_optim"),

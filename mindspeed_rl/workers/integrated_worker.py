@@ -109,7 +109,8 @@ class IntegratedWorker(TrainingWorker):
         away = {
             "old_log_prob": generate.offload_train_param,
             "reference": generate.offload_reference,
-            "value": generate.offload_train_param,
+            # a first pass that gathers new weights is one of all ranks: none may begin it while others generate
+            "value": generate.offload_train_param or self.config.actor.overlap_param_gather,
         }
         overlap = [stage for stage in scoring_stages(self.config) if not away[stage]]
         shares_experts = self.layout.ep > 1

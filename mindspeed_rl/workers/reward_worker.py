@@ -57,8 +57,9 @@ class RewardWorker:
         self.manager = RewardManager(config.rl_config)
         load_custom_algorithms(config.rl_config.custom_algorithm_file)
         self.scoring = threading.Lock()  # of one iteration at a time
-        # rollout works iterations off in turn, and their rewards wait side by side
-        self.timeout = 60 * config.rl_config.stage_timeout_minutes * (1 + config.rl_config.staleness)
+        # rollout works iterations off in turn, and their rewards wait side by side; advantages may wait for
+        # log-probs, which come after the updates of the iterations before
+        self.timeout = 60 * config.rl_config.stage_timeout_minutes * (1 + 3 * config.rl_config.staleness)
 
     def _claim(self, consumer: str, timings: Timings) -> Claim | None:
         rows, group = self.layout.sequences_per_iteration, self.config.rl_config.n_samples_per_prompt

@@ -58,11 +58,13 @@ class Training:
             leader=lambda members: members[-self.layout.tp * self.layout.cp],
         )
         initialize_parallel_state(self.config.actor)
+        steps, iterations = self.layout.total_optimizer_steps, self.config.actor.train_iters
         self.engine: TrainingEngine = MegatronEngine(
             self.config.actor,
             model,
             context.device,
-            self.layout.total_optimizer_steps,
+            # none while the critic warms up
+            steps * (iterations - self.rl.critic_warmup) // iterations,
             self._start_weights(source.weights),
             with_reference=uses_reference(self.config),
         )
@@ -73,7 +75,7 @@ class Training:
                 self.config.critic,
                 model,
                 context.device,
-                self.layout.total_optimizer_steps,
+                steps,
                 self._start_weights(source.critic_weights or source.weights),
             )
         self.objective = PolicyObjective(self.rl, horizon=self.sampling.max_tokens)

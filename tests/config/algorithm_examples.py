@@ -45,6 +45,18 @@ ALGORITHM_EXAMPLES = {
         [*PPO, "+critic_config.tensor_model_parallel_size=2"],
         "critic_config.tensor_model_parallel_size", 2, "shares the actor's devices", "possible keys: load",
     ),
+    "warm_up_ends": (
+        [*PPO, "rl_config.critic_warmup=500"],
+        "rl_config.critic_warmup", 500, "train_iters = 500", "",
+    ),
+    "adaptive_kl_stays_positive": (
+        ["rl_config.kl_ctrl_type=adaptive", "rl_config.kl_horizon=100"],
+        "rl_config.kl_horizon", 100.0, "could become negative", "for example",
+    ),
+    "groups_can_be_compared": (
+        ["rl_config.adv_estimator=gpg", "rl_config.n_samples_per_prompt=1"],
+        "rl_config.n_samples_per_prompt", 1, "all advantages are 0", "2 or more",
+    ),
     "overlong_buffer_fits": (
         ["rl_config.overlong_buffer_enable=true"],
         "rl_config.overlong_buffer", None, "needed by overlong_buffer_enable", "a quarter of max_tokens",

@@ -1,12 +1,19 @@
 """Keys of one algorithm that are set with another are refused, each by name."""
 
 import pytest
-from algorithm_examples import CLIP_HIGHER
+from algorithm_examples import CLIP_HIGHER, PPO
 
 from mindspeed_rl.common.errors import ConfigError, Violation
 from mindspeed_rl.config.compose import load_config
 
 BASE = "grpo_trainer_qwen25_7b"
+DYNAMIC = [
+    "rl_config.use_dynamic_bsz=true",
+    "rl_config.max_packing_token_size=8192",
+    "~actor_config.micro_batch_size",
+    "~rl_config.actor_forward_micro_batch_size",
+    "~rl_config.ref_forward_micro_batch_size",
+]
 
 
 def violations_of(*overrides: str) -> list[Violation]:
@@ -64,6 +71,20 @@ def test_the_overlong_buffer_is_no_longer_than_a_response():
     (violation,) = violations_of(enable, "rl_config.overlong_buffer=100000")
     assert violation.path == "rl_config.overlong_buffer"
     assert "max_tokens" in violation.message
+
+
+def test_a_critic_has_limits_of_its_own():
+    (violation,) = violations_of(*PPO, "critic_config.lr=1e-9", "actor_config.min_lr=1e-7")
+    assert (violation.path, violation.value) == ("critic_config.min_lr", 1e-7)
+    own = ["rl_config.custom_algorithm_file=mine.py", "rl_config.adv_estimator=mine", "rl_config.critic_warmup=5"]
+    (violation,) = violations_of(*own)
+    assert violation.path == "rl_config.critic_warmup"
+    (violation,) = violations_of(*PPO, *DYNAMIC, "critic_config.micro_batch_size=2")
+    assert (violation.path, violation.value) == ("critic_config.micro_batch_size", 2)
+    fits = load_config(BASE, ["device_memory_gib=60"])[0]
+    assert fits.rl_config.adv_estimator == "group_norm"
+    (violation,) = violations_of(*PPO, "device_memory_gib=60", "actor_config.use_distributed_optimizer=false")
+    assert "critic" in violation.message
 
 
 def test_a_critic_needs_its_stage_and_a_stage_its_critic():

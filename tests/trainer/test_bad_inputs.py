@@ -138,6 +138,11 @@ def test_custom_reward_that_is_not_there(folder: Path, capsys: pytest.CaptureFix
     [
         (None, [], ("custom_algorithm_file = 'mine.py'", "no such file")),
         ("1/0", [], ("custom_algorithm_file = 'mine.py'", "ZeroDivisionError")),
+        (
+            "from __future__ import annotations\nfrom dataclasses import dataclass\n@dataclass\nclass A:\n    x: int",
+            ["rl_config.adv_estimator=mine"],  # the file is all right
+            ("adv_estimator = 'mine'", "registered neither here nor"),
+        ),
         ("", ["rl_config.loss_type=mine"], ("loss_type = 'mine'", "registered neither here nor", "known: ppo, gspo")),
         (
             "from mindspeed_rl.algorithms.losses import POLICY_LOSSES as P\nP.register('ppo')(print)",
@@ -145,7 +150,7 @@ def test_custom_reward_that_is_not_there(folder: Path, capsys: pytest.CaptureFix
             ("custom_algorithm_file", "'ppo' is registered already"),
         ),
     ],
-    ids=["absent", "raises", "unregistered", "taken"],
+    ids=["absent", "raises", "unknown estimator", "unregistered", "taken"],
 )
 def test_custom_algorithms_that_cannot_be_used(
     content: str | None,

@@ -122,8 +122,10 @@ def samples() -> dict[str, list[torch.Tensor]]:
     }
 
 
-def start(worlds: Worlds, folder: str, overrides: list[str], state: str | None = None) -> Any:
-    """This rank's training role, from the model or from a checkpoint."""
+def start(
+    worlds: Worlds, folder: str, overrides: list[str], state: str | None = None, weights: str | None = None
+) -> Any:
+    """This rank's training role: new, from the model or a checkpoint's weights, or going on from a checkpoint."""
     from mindspeed_rl.workers.context import Context, Source
     from mindspeed_rl.workers.training import Training
 
@@ -131,7 +133,7 @@ def start(worlds: Worlds, folder: str, overrides: list[str], state: str | None =
     layout, rank = derive_layout(config), dist.get_rank()
     dock = LocalTransferDock(dock_spec(config, layout))  # one for each rank, with the same in it
     context = Context(rank, rank, config, layout, worlds.device, dock)
-    return Training(context, resolve_model(config), Source(folder, folder, state=state))
+    return Training(context, resolve_model(config), Source(folder, weights or folder, state=state))
 
 
 def iterate(training: Any, iteration: int) -> dict[str, float]:
@@ -188,6 +190,9 @@ def update_in_all(rank: int, root: str, folder: str) -> dict[tuple[str, str], di
                 training = start(worlds, folder, [*CASES["critic"], *LAYOUTS[layout]], path)
                 weights = weights_of(training)
                 found["resumed", layout] = {"weights": weights, "metrics": iterate(training, 1)}
+                if layout == "one":  # a new run, which takes over the critic, too
+                    training = start(worlds, folder, [*CASES["critic"], *ONE], weights=path)
+                    found["finetuned", "one"] = {"weights": weights_of(training)}
     return found
 
 
@@ -220,6 +225,8 @@ def test_layouts_and_micro_batches_update_the_same(case: str, updates: dict[tupl
 def test_a_critic_goes_on_in_any_layout(updates: dict[tuple[str, str], dict[str, Any]]) -> None:
     saved, expected = updates["critic", "one"]["weights"], updates["critic", "uninterrupted"]["metrics"]
     assert any(name.startswith("critic.") for name in saved)
+    finetuned = updates["finetuned", "one"]["weights"]
+    assert all(torch.equal(finetuned[name], weight) for name, weight in saved.items())
     for layout in ("one", *CHOSEN["critic"]):
         found = updates["resumed", layout]
         assert all(torch.equal(found["weights"][name], weight) for name, weight in saved.items()), layout

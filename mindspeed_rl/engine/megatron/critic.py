@@ -8,12 +8,14 @@ import torch
 from megatron.core.models.gpt import GPTModel
 
 from mindspeed_rl.checkpoint.hf import HFWeights
+from mindspeed_rl.checkpoint.state import WEIGHTS
 from mindspeed_rl.checkpoint.tensors import StoredTensors
 from mindspeed_rl.config.model import ModelConfig
 from mindspeed_rl.config.schema import MegatronConfig
 from mindspeed_rl.device.base import Device
 from mindspeed_rl.engine.megatron.engine import MegatronEngine
 from mindspeed_rl.engine.megatron.packing import PackedMicroBatch
+from mindspeed_rl.engine.megatron.sharding import Sharding, read_pieces
 from mindspeed_rl.resharding.tables import VALUE_HEAD, VALUE_HEAD_NAME
 
 
@@ -21,8 +23,8 @@ class CriticEngine(MegatronEngine):
     """Values instead of log-probs: `log_probs` returns V of each response token, given what is before the token, and
     loss functions get these in place of log-probs, and no entropy.
 
-    The body starts from the actor's weights or `load`, the head from 0 unless the weights have one (`score.weight`,
-    as Hugging Face's token classification has).
+    It starts from a critic's weights if they have one: those of a checkpoint, or a folder with `score.weight`, as
+    Hugging Face's sequence classification with one label has. Else the body starts from the actor's, the head from 0.
     """
 
     role = "critic"
@@ -40,9 +42,11 @@ class CriticEngine(MegatronEngine):
         super().__init__(cfg, model.as_critic(), device, total_steps, weights, with_reference=False)
 
     def _load(self, chunks: Sequence[GPTModel], weights: HFWeights | StoredTensors) -> None:
-        has_head = isinstance(weights, HFWeights) and VALUE_HEAD_NAME in weights.names
         parameters = self._parameters_of(chunks)
-        if has_head:
+        if isinstance(weights, StoredTensors) and weights.names(self.state_prefix + WEIGHTS):
+            read_pieces(Sharding(self.model_config, self.layout, parameters, self.state_prefix), weights)
+            return
+        if isinstance(weights, HFWeights) and VALUE_HEAD_NAME in weights.names:
             self._fill(parameters, weights, self.model_config)
             return
         head = parameters.pop(VALUE_HEAD.megatron, None)
