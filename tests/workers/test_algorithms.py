@@ -183,16 +183,17 @@ def update_in_all(rank: int, root: str, folder: str) -> dict[tuple[str, str], di
                     if layout == "one" and name == "critic":
                         save(training, f"{root}/checkpoints")
                         found["critic", "uninterrupted"] = {"metrics": iterate(training, 1)}
+    path = f"{root}/checkpoints/iter_0000001"
     for layout in ("one", *CHOSEN["critic"]):
         with worlds.world(1 if layout == "one" else 2) as here:
             if here:
-                path = f"{root}/checkpoints/iter_0000001"
                 training = start(worlds, folder, [*CASES["critic"], *LAYOUTS[layout]], path)
                 weights = weights_of(training)
                 found["resumed", layout] = {"weights": weights, "metrics": iterate(training, 1)}
-                if layout == "one":  # a new run, which takes over the critic, too
-                    training = start(worlds, folder, [*CASES["critic"], *ONE], weights=path)
-                    found["finetuned", "one"] = {"weights": weights_of(training)}
+    with worlds.world(1) as here:  # a new run, which takes over the critic, too
+        if here:
+            training = start(worlds, folder, [*CASES["critic"], *ONE], weights=path)
+            found["finetuned", "one"] = {"weights": weights_of(training)}
     return found
 
 
