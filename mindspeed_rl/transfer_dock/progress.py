@@ -144,8 +144,7 @@ class Progress:
         """The iteration has more rows from now on, of which as many are selected as before."""
         assert self._positions is not None
         self._positions = np.pad(self._positions, (0, more), constant_values=_UNBOUND)
-        rows, *others = self._arguments
-        self._arguments = (rows + more, *others)
+        self._arguments = (self._arguments[0] + more, *self._arguments[1:])
 
     def take(self, share: int, count: int) -> np.ndarray:
         """Units of up to `count` rows; see `WorkQueue.take`."""

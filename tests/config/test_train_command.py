@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from cli import train_dapo
 from cli.train_grpo import main
 from mindspeed_rl.common.errors import DataError
 from mindspeed_rl.config.compose import load_config
@@ -52,9 +53,10 @@ def test_dry_run_of_the_7b_configuration_imports_nothing_heavy():
         assert part in result.stdout
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "configs" / "grpo").glob("*.yaml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("[gd]*po/*.yaml")), ids=lambda path: path.stem)
 def test_dry_run_of_every_shipped_configuration(path, capsys):
-    assert main(["--config-name", path.stem, "--dry-run"]) == 0
+    command = {"grpo": main, "dapo": train_dapo.main}[path.parent.name]
+    assert command(["--config-name", path.stem, "--dry-run"]) == 0
     output = capsys.readouterr().out
     assert "Memory per device" in output
     assert "Configuration is valid" in output
@@ -98,6 +100,20 @@ def test_dry_run_without_the_checkpoint_of_model_auto(capsys):
     assert "No memory estimate" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("command", "name", "stage", "right"),
+    [
+        (main, "dapo_trainer_tiny_cpu", "ray_dapo", "train_dapo"),
+        (train_dapo.main, "grpo_trainer_tiny_cpu", "ray_grpo", "train_grpo"),
+    ],
+)
+def test_a_configuration_is_for_one_command(command, name, stage, right, capsys):
+    assert command(["--config-name", name, "--dry-run"]) == 2
+    assert f"megatron_training.stage = '{stage}': is for cli/{right}.py" in capsys.readouterr().err
+    other = {"ray_dapo": "ray_grpo", "ray_grpo": "ray_dapo"}[stage]
+    assert command(["--config-name", name, "--dry-run", f"megatron_training.stage={other}"]) == 0
+
+
 def test_the_name_of_a_configuration_is_required(capsys):
     with pytest.raises(SystemExit) as caught:
         main(["--dry-run"])
@@ -106,7 +122,7 @@ def test_the_name_of_a_configuration_is_required(capsys):
 
 
 def test_errors_of_a_run_become_its_exit_code(monkeypatch, capsys):
-    def fail(args):
+    def fail(args, stage):
         raise DataError("no prompts in a.jsonl")
 
     monkeypatch.setattr("cli.train_grpo._run", fail)
