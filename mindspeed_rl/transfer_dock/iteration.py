@@ -255,7 +255,8 @@ class Iteration:
         for name, progress in makers.items():
             if undone := int((progress.acked_by == 0).sum()) * progress.unit_rows:
                 raise DockError(f"extend: '{name}' is not done with {undone} of {self.rows} rows")
-        done, more = np.arange(self.rows + prompts * self.begin.n_samples) < self.rows, prompts * self.begin.n_samples
+        more = prompts * self.begin.n_samples
+        done = np.arange(self.rows + more) < self.rows
         self.begin = replace(self.begin, num_prompts=self.begin.num_prompts + prompts)
         self.rows += more
         self.locations = {name: np.pad(values, (0, more)) for name, values in self.locations.items()}

@@ -62,6 +62,12 @@ def test_dry_run_of_every_shipped_configuration(path, capsys):
     assert "Configuration is valid" in output
 
 
+def test_a_dry_run_says_how_much_dynamic_sampling_may_generate(capsys):
+    assert train_dapo.main(["--config-name", "dapo_trainer_tiny_cpu", "--dry-run"]) == 0
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "prompts generated at most" in line]
+    assert "96" in line, "3 x 32"
+
+
 def test_trace_is_a_switch_of_the_command_line(capsys):
     assert main([*TINY, "--trace", "--cfg", "job"]) == 0
     assert "trace: true" in capsys.readouterr().out.splitlines()

@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +15,9 @@ from mindspeed_rl.data.prompts import PromptSample
 from mindspeed_rl.rewards.manager import RewardResult
 from mindspeed_rl.transfer_dock.local import LocalTransferDock
 from mindspeed_rl.transfer_dock.spec import Filter
+from mindspeed_rl.workers.context import Context
 from mindspeed_rl.workers.reward_worker import RewardWorker
+from mindspeed_rl.workers.rollout import Rollout
 from mindspeed_rl.workers.stages import dock_spec, selection
 
 NAN = math.nan
@@ -126,3 +129,15 @@ def test_groups_that_do_not_differ_are_rejected_and_counted(
         useful |= {row // GROUP for row, advantages in found if advantages.any()}
         dock.ack(claim)
     assert useful == {0, 2, 3, 4}, "a lone scored sample has its reward for advantage; where none differ, it is 0"
+
+
+def test_no_wave_draws_the_random_numbers_of_another() -> None:
+    config = settings("generate_config.per_request_seed=false", "rl_config.actor_resource.num_npus=2")
+    layout, seeds = derive_layout(config), list[int]()
+    device = SimpleNamespace(manual_seed=seeds.append)
+    for rank in range(layout.rollout_replicas):
+        context = Context(rank, rank, config, layout, device, generated(config)[0])  # type: ignore[arg-type]
+        rollout = Rollout(context, engine=None)  # type: ignore[arg-type]
+        for wave in range(3):
+            rollout.generate(0, [], wave)
+    assert len(set(seeds)) == 6
