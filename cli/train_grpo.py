@@ -6,37 +6,45 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 if __name__ == "__main__":  # run as a file: Python then searches cli/ instead of the repository
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from mindspeed_rl.common.command_line import config_parser, run_command
 
+if TYPE_CHECKING:
+    from mindspeed_rl.config.schema import Config
 
-def build_parser(name: str, description: str) -> argparse.ArgumentParser:
+
+COMMANDS = {
+    "ray_grpo": "train_grpo",
+    "ray_dapo": "train_dapo",
+    "ray_ppo": "train_ppo",
+}  # the configuration's stage -> command
+
+
+def build_parser(stage: str) -> argparse.ArgumentParser:
     """Arguments of all training commands."""
-    parser = config_parser(name, description)
+    name = stage.removeprefix("ray_").upper()
+    parser = config_parser(COMMANDS[stage], f"Post-train a language model with {name}.")
     parser.add_argument("--cfg", choices=["job"], help="print the composed configuration and exit")
     parser.add_argument("--dry-run", action="store_true", help="validate, print layout and memory estimate, and exit")
     parser.add_argument("--trace", action="store_true", help="write a timeline of all stages: sets trace=true")
     return parser
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; returns the exit code: 0, 2 for a wrong configuration, else that of the error."""
-    return train("train_grpo", "Post-train a language model with GRPO.", "ray_grpo", argv)
+def main(argv: Sequence[str] | None = None, stage: str = "ray_grpo") -> int:
+    """Run the command; returns the exit code: 0, 2 for a wrong configuration, else that of the error.
 
-
-def train(name: str, description: str, stage: str, argv: Sequence[str] | None = None) -> int:
-    """Run the training command `name`, for configurations of one `stage`; returns the exit code."""
-    args = build_parser(name, description).parse_intermixed_args(argv)
+    stage: what the configuration must say that it is for.
+    """
+    args = build_parser(stage).parse_intermixed_args(argv)
     return run_command(lambda: _run(args, stage))
 
 
 def _run(args: argparse.Namespace, stage: str) -> int:
-    from mindspeed_rl.common.errors import ConfigError, Violation
     from mindspeed_rl.config.compose import compose_yaml, load_config
-    from mindspeed_rl.config.files import actor_path
 
     if args.trace:
         args.overrides.append("trace=true")
@@ -44,12 +52,7 @@ def _run(args: argparse.Namespace, stage: str) -> int:
         print(compose_yaml(args.config_name, args.overrides, args.config_dir), end="")
     previewed = bool(args.cfg) or args.dry_run
     cfg, resolved_yaml = load_config(args.config_name, args.overrides, args.config_dir, files_exist=not previewed)
-    if cfg.actor.stage != stage:
-        message, hint = (
-            f"this command trains stage: {stage}",
-            f"use cli/train_{cfg.actor.stage.removeprefix('ray_')}.py",
-        )
-        raise ConfigError([Violation(actor_path(cfg, "stage"), cfg.actor.stage, message, hint)])
+    _check_stage(cfg, stage)
     if args.dry_run:
         from rich.console import Console
 
@@ -62,6 +65,17 @@ def _run(args: argparse.Namespace, stage: str) -> int:
     from mindspeed_rl.trainer.launch import run
 
     return run(cfg, resolved_yaml, args.config_name)
+
+
+def _check_stage(cfg: Config, stage: str) -> None:
+    """Methods differ by their keys, not by their command: one with the configuration of another is a mistake."""
+    from mindspeed_rl.common.errors import ConfigError, Violation
+    from mindspeed_rl.config.files import actor_path
+
+    if cfg.actor.stage != stage:
+        message = f"is for cli/{COMMANDS[cfg.actor.stage]}.py, not for cli/{COMMANDS[stage]}.py"
+        hint = f"use that command, or set megatron_training.stage={stage}"
+        raise ConfigError([Violation(actor_path(cfg, "stage"), cfg.actor.stage, message, hint)])
 
 
 if __name__ == "__main__":

@@ -226,4 +226,5 @@ def prompts_in_generation(cfg: Config) -> int:
 
 def tokens_may_be_stale(cfg: Config) -> bool:
     """True if tokens may be of an older policy than the one that is trained on them."""
-    return cfg.rl_config.staleness > 0 or cfg.rl_config.partial_rollout_max_split > 1
+    rl = cfg.rl_config
+    return rl.staleness > 0 or rl.partial_rollout_max_split > 1 or rl.filter_groups_enable

@@ -109,6 +109,9 @@ def _batch_table(cfg: Config, layout: Layout) -> Table:
     if layout.prompts_in_generation > layout.prompts_per_iteration:
         rows.insert(2, ("prompts in generation", layout.prompts_in_generation, "prompts / partial_rollout_threshold"))
         rows.insert(3, ("sequences in generation", layout.rows_in_generation, "those x n_samples_per_prompt"))
+    if cfg.rl_config.filter_groups_enable:
+        most = layout.prompts_per_iteration * cfg.rl_config.filter_groups_max_batches
+        rows.insert(2, ("prompts generated at most", most, "prompts x filter_groups_max_batches"))
     for what, value, source in rows:
         table.add_row(what, f"{value:,}", source)
     return table

@@ -38,6 +38,8 @@ _KEY_OF: dict[str, tuple[str, tuple[Any, ...]]] = {
     "clip_ratio_high": ("clip_higher_enable", (True,)),
     "overlong_buffer": ("overlong_buffer_enable", (True,)),
     "overlong_buffer_penalty_factor": ("overlong_buffer_enable", (True,)),
+    "filter_groups_metric": ("filter_groups_enable", (True,)),
+    "filter_groups_max_batches": ("filter_groups_enable", (True,)),
 }
 CRITIC_KEYS = (
     "load",
@@ -60,7 +62,9 @@ _NAMES: Mapping[str, tuple[str, ...]] = {
 _CORRECTION = tuple(
     f"rollout_is_{key}" for key in ("level", "mode", "threshold", "threshold_lower", "veto_threshold")
 )
-_STALE = ("rl_config.rollout_is", "rl_config.staleness", "rl_config.partial_rollout_max_split")
+_STALE = tuple(
+    f"rl_config.{key}" for key in ("rollout_is", "staleness", "partial_rollout_max_split", "filter_groups_enable")
+)
 _LOGPROBS = "generate_config.sampling_config.logprobs"
 
 
@@ -216,7 +220,8 @@ def correction_keys_are_used(cfg: Config) -> Found:
         return
     unused = {
         "off": "weighs no token",
-        "stale": "weighs tokens of older policies, and staleness = 0, partial_rollout_max_split = 1",
+        "stale": "weighs tokens of older policies, and staleness = 0, partial_rollout_max_split = 1, "
+        "filter_groups_enable = False",
     }
     why = unused.get(rl.rollout_is, "has no effect") if rl.recompute_logprobs else "has no effect"
     also = "" if rl.recompute_logprobs else ", with recompute_logprobs = False"

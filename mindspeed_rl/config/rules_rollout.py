@@ -1,10 +1,10 @@
-"""Rules about rollout that runs ahead of training, or over several iterations."""
+"""Rules about rollout that runs ahead of training, over several iterations, or until enough groups are of use."""
 
 from __future__ import annotations
 
 from mindspeed_rl.common.errors import Violation
 from mindspeed_rl.config.layout import prompts_in_generation
-from mindspeed_rl.config.rule import Found, rule
+from mindspeed_rl.config.rule import Found, nearest, rule
 from mindspeed_rl.config.schema import Config
 
 _SAMPLING = "generate_config.sampling_config"
@@ -84,3 +84,36 @@ def partial_rollout_keeps_tokens(cfg: Config) -> Found:
     if split > 1 and not sampling.logprobs:
         message = f"is needed with partial_rollout_max_split = {split}: tokens of older policies are corrected for"
         yield Violation(f"{_SAMPLING}.logprobs", sampling.logprobs, message, "set it to true")
+
+
+# ---------------------------------------------------------------- dynamic sampling
+
+
+@rule("rl_config.filter_groups_enable", "rl_config.partial_rollout_max_split", "rl_config.staleness")
+def filtered_iterations_are_whole(cfg: Config) -> Found:
+    """How many prompts an iteration takes is known when its last responses are scored."""
+    rl, path = cfg.rl_config, "rl_config.filter_groups_enable"
+    if rl.filter_groups_enable and rl.partial_rollout_max_split > 1:
+        message = f"judges whole groups, but partial_rollout_max_split = {rl.partial_rollout_max_split} splits them"
+        yield Violation(path, True, message, "set partial_rollout_max_split: 1, or filter_groups_enable: false")
+    if rl.filter_groups_enable and rl.staleness:
+        message = f"carries surplus groups to the next iteration, which staleness = {rl.staleness} begins before"
+        yield Violation(path, True, message, "set staleness: 0, or filter_groups_enable: false")
+
+
+@rule("rl_config.filter_groups_enable", "rl_config.n_samples_per_prompt")
+def filtered_groups_can_differ(cfg: Config) -> Found:
+    rl = cfg.rl_config
+    if rl.filter_groups_enable and rl.n_samples_per_prompt == 1:
+        message = "compares the samples of a group, and n_samples_per_prompt = 1"
+        yield Violation("rl_config.filter_groups_enable", True, message, "set n_samples_per_prompt above 1, or false")
+
+
+@rule("rl_config.filter_groups_enable", "rl_config.filter_groups_metric", "rl_config.verifier_function")
+def filter_metric_is_known(cfg: Config) -> Found:
+    rl = cfg.rl_config
+    names = ("reward", *rl.verifier_function)
+    if rl.filter_groups_enable and rl.filter_groups_metric not in names:
+        message = f"is neither reward nor in verifier_function = {rl.verifier_function!r}"
+        hint = nearest(rl.filter_groups_metric, names)
+        yield Violation("rl_config.filter_groups_metric", rl.filter_groups_metric, message, hint)

@@ -69,8 +69,10 @@ class MegatronConfig(Section):
     """Keys of `megatron_training` (defaults for every model) and `actor_config` (overrides for the actor)."""
 
     # run
-    stage: Literal["ray_grpo", "ray_ppo"] = Field(
-        "ray_grpo", description="training algorithm: ray_ppo has a critic (adv_estimator: gae), ray_grpo has none"
+    stage: Literal["ray_grpo", "ray_dapo", "ray_ppo"] = Field(
+        "ray_grpo",
+        description="command that the run is for: cli/train_grpo.py, train_dapo.py, or train_ppo.py, which has a "
+        "critic (adv_estimator: gae)",
     )
     model: str = Field(
         "auto", description="preset name from `defaults`, or `auto`: read the checkpoint's config.json"
@@ -342,6 +344,21 @@ class RLConfig(Section):
         True,
         description="with partial rollout: an iteration waits for groups in their last iteration; false: their "
         "responses end where they are",
+    )
+    # dynamic sampling
+    filter_groups_enable: Switch = Field(
+        False,
+        description="train on groups only whose filter_groups_metric differs within the group, and generate "
+        "global_batch_size prompts at a time until there are enough (DAPO's dynamic sampling); surplus groups are "
+        "carried over to the next iteration",
+    )
+    filter_groups_metric: str = Field(
+        "reward", description="with `filter_groups_enable`: `reward`, or a verifier of verifier_function"
+    )
+    filter_groups_max_batches: Count = Field(
+        4,
+        description="with `filter_groups_enable`: how often global_batch_size prompts may be generated for an "
+        "iteration; what lacks then is made up with groups that do not differ, and train nothing",
     )
     # resources
     actor_resource: ResourceConfig = Field(

@@ -38,11 +38,12 @@ def step_throughput(
     longest_response: int,
     devices: Mapping[str, int],
     seconds: Mapping[str, float],
+    trained_tokens: int | None = None,
 ) -> dict[str, float]:
     """Throughput of one iteration; tokens are those of all its samples, a prompt once for each of its responses.
 
     - `throughput/total` (`e2e_tps`): (prompt + response tokens) / (timing/all · all devices)
-    - `throughput/update` (`update_tps`): (prompt + response tokens) / (timing/update · devices that train)
+    - `throughput/update` (`update_tps`): trained tokens / (timing/update · devices that train)
     - `throughput/generated` (`vllm_tps`): response tokens / (timing/rollout · devices that generate)
     - `throughput/longest_sample`: tokens of the longest response / timing/rollout
 
@@ -52,14 +53,16 @@ def step_throughput(
         longest_response: tokens of the longest response.
         devices: devices that take part in each stage: "all", "update", "rollout".
         seconds: `timing/*` metrics of the step; a rate whose time is missing is left out.
+        trained_tokens: prompt and response tokens of the samples that are trained on; None: all.
 
     Raises:
         ValueError: a time or the number of devices is not positive.
     """
     total = prompt_tokens + response_tokens
+    trained = total if trained_tokens is None else trained_tokens
     rates = {
         "throughput/total": ("timing/all", total, devices["all"]),
-        "throughput/update": ("timing/update", total, devices["update"]),
+        "throughput/update": ("timing/update", trained, devices["update"]),
         "throughput/generated": ("timing/rollout", response_tokens, devices["rollout"]),
         "throughput/longest_sample": ("timing/rollout", longest_response, 1),
     }

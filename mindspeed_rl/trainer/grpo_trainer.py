@@ -2,7 +2,8 @@
 
 The driver holds no samples: prompts go into the TransferDock, and every stage claims what it needs from there.
 With `staleness` k, up to k iterations after the one being trained are started already: rollout, on devices of its
-own, works them off in order and begins each with the newest weights there are.
+own, works them off in order and begins each with the newest weights there are. With `filter_groups_enable` an
+iteration takes prompts in waves until enough groups are worth training on.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ from mindspeed_rl.trainer.inputs import Inputs, generation_keys
 from mindspeed_rl.trainer.report import StepReport
 from mindspeed_rl.trainer.saver import Saver
 from mindspeed_rl.trainer.trace import Trace
-from mindspeed_rl.transfer_dock.spec import Selection, TransferDock
+from mindspeed_rl.transfer_dock.spec import TransferDock
 from mindspeed_rl.workers.fleet import Fleet
 from mindspeed_rl.workers.group import Call
-from mindspeed_rl.workers.stages import uses_critic, uses_partial_rollout
+from mindspeed_rl.workers.stages import selection, uses_critic
 
-DOCK = "dock.pkl"  # file of a checkpoint: unfinished responses, as a pickled `DockSnapshot`
+DOCK = "dock.pkl"  # file of a checkpoint: responses that are not trained on yet, as a pickled `DockSnapshot`
 
 
 class GRPOTrainer:
@@ -60,7 +61,8 @@ class GRPOTrainer:
         self.watch, self.trace = fleet.watch, trace
         self.kl_controller = make_kl_controller(self.rl)
         self.iteration = inputs.completed  # the next one to run, counted from 0; users see steps, counted from 1
-        self._carried = 0  # prompts that the next iteration to start has from its predecessor (partial rollout)
+        self._carried = 0  # prompts that the next iteration to start has from its predecessor
+        self._begun = self.iteration - 1  # the last one that is open in the dock
         if inputs.state is not None:
             self._load_state(inputs.state)
         self._next = self.iteration  # the next one to start
@@ -88,9 +90,12 @@ class GRPOTrainer:
             self._start_iteration(self._next)
             self._next += 1
         samples = self._started.pop(self.iteration)
+        if self.rl.filter_groups_enable:
+            self._sample_until_enough(samples, report)
+            samples = [] if self.rl.blocking else [self._start_advantages(self.iteration)]
+        elif self.rl.blocking:
+            self._finish_samples(samples, report)
         if self.rl.blocking:
-            report.add(self.watch.wait(samples))
-            report.add(self.watch.wait([self._start_rewards(self.iteration)]))
             report.add(self.watch.wait(self.fleet.score(self.iteration)))
             report.add(self.watch.wait([self._start_advantages(self.iteration)]))
         else:
@@ -103,41 +108,73 @@ class GRPOTrainer:
     def _start_iteration(self, iteration: int) -> None:
         """Put prompts and have them answered; without `blocking`, rewards and advantages follow on their own."""
         self._positions[iteration] = self.sampler.state_dict()
-        self._put_prompts(iteration)
-        starts = () if self.rl.blocking else (self._start_rewards, self._start_advantages)
-        self._started[iteration] = [start(iteration) for start in starts]
-        self._started[iteration] += self.fleet.generate(iteration)
-
-    def _put_prompts(self, iteration: int) -> None:
-        """Fill the iteration with prompts, one row for each sample to be generated."""
-        if not self._carried:
+        if self._begun < iteration:
             self._begin(iteration)
-        group, first = self.rl.n_samples_per_prompt, self._carried * self.rl.n_samples_per_prompt
-        fresh = self.layout.prompts_in_generation - self._carried
-        samples = [self.inputs.dataset[index] for index in self.sampler.take(fresh)]
+        # with partial rollout, what was carried over is part of the number
+        fresh = self.layout.prompts_in_generation - (0 if self.rl.filter_groups_enable else self._carried)
+        self._put_prompts(iteration, self._carried, fresh)
+        self._started[iteration] = self._start_samples(iteration)
+        if not self.rl.blocking and not self.rl.filter_groups_enable:
+            self._started[iteration].append(self._start_advantages(iteration))
+
+    def _start_samples(self, iteration: int, wave: int = 0) -> list[Any]:
+        rewards = [] if self.rl.blocking else [self._start_rewards(iteration)]
+        return rewards + self.fleet.generate(iteration, wave)
+
+    def _finish_samples(self, samples: list[Any], report: StepReport) -> None:
+        report.add(self.watch.wait(samples))
+        if self.rl.blocking:
+            report.add(self.watch.wait([self._start_rewards(self.iteration)]))
+
+    def _sample_until_enough(self, samples: list[Any], report: StepReport) -> None:
+        """Wait for responses and rewards, and have further prompts answered while too few groups qualify.
+
+        Dynamic sampling (Yu et al. 2025, DAPO, arXiv:2503.14476, section 3.2), with an end: see
+        `filter_groups_max_batches`.
+        """
+        self._finish_samples(samples, report)
+        waves, prompts = 1, self.layout.prompts_per_iteration
+        while self._groups["selected"] < prompts:
+            if waves == self.rl.filter_groups_max_batches:
+                self.dock.fill(self.iteration)
+                break
+            self.dock.extend(self.iteration, prompts)
+            self._put_prompts(self.iteration, self._carried + waves * prompts, prompts)
+            self._finish_samples(self._start_samples(self.iteration, waves), report)
+            waves += 1
+        report.metrics.sum("rollout/waves", float(waves))
+        report.metrics.sum("reward/filled_groups", float(self._groups["filled"]), unit="groups")
+
+    @property
+    def _groups(self) -> dict[str, int]:
+        return self.dock.stats()["groups"][self.iteration]
+
+    def _put_prompts(self, iteration: int, first: int, count: int) -> None:
+        """Put so many prompts as the iteration's `first` and following, one row for each sample to be generated."""
+        group = self.rl.n_samples_per_prompt
+        samples = [self.inputs.dataset[index] for index in self.sampler.take(count)]
         ids = [torch.tensor(sample.prompt_ids) for sample in samples]
         rows = range(len(samples) * group)
         columns: dict[str, list[Any]] = {
             "prompt_ids": [ids[row // group] for row in rows],
             "sample": [samples[row // group] for row in rows],
         }
-        self.dock.put(iteration, [first + row for row in rows], columns)
+        self.dock.put(iteration, [first * group + row for row in rows], columns)
 
     def _begin(self, iteration: int, carry_from: int | None = None) -> int:
         """Open an iteration in the dock; returns how many prompts it has from another."""
         group, prompts = self.rl.n_samples_per_prompt, self.layout.prompts_per_iteration
-        block, orders, selection = self.rl.mini_batch_size * group, {}, None
+        block, orders = self.rl.mini_batch_size * group, {}
         if self.rl.shuffle_mini_batch:
             shuffled = permutation(prompts, self.config.actor.seed, iteration)
             orders["update"] = [prompt * group + sample for prompt in shuffled for sample in range(group)]
-        if uses_partial_rollout(self.config):
-            selection = Selection(prompts, self.rl.partial_rollout_max_split, self.rl.require_max_age_all_finished)
-        in_generation = self.layout.prompts_in_generation
-        return self.dock.begin(iteration, in_generation, group, block, orders, selection, carry_from)
+        self._begun = iteration
+        in_generation, chosen = self.layout.prompts_in_generation, selection(self.config)
+        return self.dock.begin(iteration, in_generation, group, block, orders, chosen, carry_from)
 
     def _end_iteration(self) -> None:
-        """Free the iteration. With partial rollout, the next one begins with what this one has not used."""
-        if uses_partial_rollout(self.config):
+        """Free the iteration. If it had a choice, the next one begins with what it has not used."""
+        if selection(self.config) is not None:
             self._carried = self._begin(self.iteration + 1, carry_from=self.iteration)
         self.dock.clear(self.iteration)
         del self._positions[self.iteration]
@@ -178,6 +215,7 @@ class GRPOTrainer:
         self.kl_controller.load_state_dict(state["kl_controller"])
         self._carried = state.get("carried", 0)
         if self._carried:
+            self._begun = self.iteration
             assert self.inputs.source.state is not None, "the driver's state comes with that of the ranks"
             self.dock.restore(CheckpointReader(self.inputs.source.state).attachment(DOCK))
 

@@ -109,12 +109,13 @@ def _check_algorithms(rl: RLConfig) -> None:
 
 
 def generation_keys(config: Config) -> dict[str, Any]:
-    """Keys that shape an iteration in the TransferDock, and the values that unfinished responses depend on."""
+    """Keys that shape an iteration in the TransferDock, and the values that responses carried over depend on."""
     rl = config.rl_config
     names = (
         "partial_rollout_max_split",
         "partial_rollout_threshold",
         "require_max_age_all_finished",
+        "filter_groups_enable",
         "n_samples_per_prompt",
         "mini_batch_size",
         "shuffle_mini_batch",
@@ -132,10 +133,10 @@ def generation_keys(config: Config) -> dict[str, Any]:
 
 
 def _check_carried(state: dict[str, Any], config: Config) -> None:
-    """Unfinished responses of a partial rollout fit only into iterations like the one that left them."""
+    """Responses that an iteration left to the next one fit only into iterations like it."""
     if not state.get("carried"):
         return
-    hint = "keep it for at least one iteration more: the checkpoint holds responses that are not finished"
+    hint = "keep it for at least one iteration more: the checkpoint holds responses that are not trained on yet"
     violations = [
         Violation(key, value, f"was {state['generation_keys'].get(key)!r} in the run that is resumed", hint)
         for key, value in generation_keys(config).items()

@@ -95,7 +95,7 @@ class StepReport:
         prompts = int(self.metrics["prompt_length/total"].value)
         longest = int(result["response_length/max"])
         devices = {"all": self.layout.devices, "update": self.layout.world, "rollout": self.layout.rollout_world}
-        rates = step_throughput(prompts, responses, longest, devices, seconds)
+        rates = step_throughput(prompts, responses, longest, devices, seconds, sum(self.sequence_lengths))
         if self.peak_flops:
             models = 2 if uses_critic(self.config) else 1
             flops = models * self.config.rl_config.epochs * train_flops(self.model, self.sequence_lengths)

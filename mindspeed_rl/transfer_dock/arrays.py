@@ -6,7 +6,32 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from mindspeed_rl.common.errors import DockError
+
 _MANY = 256  # with fewer, to look takes longer than it saves
+
+
+def as_rows(rows: Sequence[int]) -> np.ndarray:
+    """Row numbers as int64 [n]; `DockError` unless they are one or more different integers."""
+    try:
+        array = np.arange(rows.start, rows.stop, rows.step) if isinstance(rows, range) else np.asarray(rows)
+    except ValueError as error:  # lists of different lengths
+        raise DockError(f"rows = {rows!r:.80}: expected one or more row numbers") from error
+    if array.ndim != 1 or not array.size or array.dtype.kind not in "iu":
+        raise DockError(f"rows = {rows!r:.80}: expected one or more row numbers")
+    array = array.astype(np.int64)
+    if (array[1:] <= array[:-1]).any() and len(np.unique(array)) != array.size:
+        raise DockError(f"rows = {rows!r:.80}: a row occurs twice")
+    return array
+
+
+def as_rejected(rows: Sequence[int] | None, columns: object) -> np.ndarray | None:
+    """Rows that an acknowledgement with these results rejects, int64 [0 or more]; `DockError` without results."""
+    if rows is None:
+        return None
+    if not columns:
+        raise DockError("ack: groups are judged without results, with the last of which they are selected")
+    return as_rows(rows) if len(rows) else np.empty(0, np.int64)
 
 
 def as_index(numbers: np.ndarray) -> np.ndarray | slice:

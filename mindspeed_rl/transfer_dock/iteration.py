@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -12,8 +12,8 @@ from mindspeed_rl.common.errors import DockError
 from mindspeed_rl.transfer_dock.arrays import Shared, as_index, members
 from mindspeed_rl.transfer_dock.checks import instance, integer
 from mindspeed_rl.transfer_dock.progress import Progress
-from mindspeed_rl.transfer_dock.selection import SelectionState
-from mindspeed_rl.transfer_dock.spec import DockSpec, Selection
+from mindspeed_rl.transfer_dock.selection import Choice, FilterState, SelectionState
+from mindspeed_rl.transfer_dock.spec import DockSpec, Filter, Selection
 
 
 @dataclass
@@ -36,7 +36,7 @@ class Begin:
     n_samples: int
     block_rows: int
     orders: Mapping[str, Sequence[int]]
-    selection: Selection | None = None
+    selection: Selection | Filter | None = None
 
     @classmethod
     def checked(
@@ -45,13 +45,13 @@ class Begin:
         n_samples: int,
         block_rows: int,
         orders: Mapping[str, Sequence[int]] | None,
-        selection: Selection | None,
+        selection: Selection | Filter | None,
     ) -> Begin:
         """Of the right types and in range, with orders of its own that the caller's later changes do not reach."""
         sizes = {"num_prompts": num_prompts, "n_samples": n_samples, "block_rows": block_rows}
         whole = {name: integer(name, size, least=1) for name, size in sizes.items()}
         instance("orders", orders or {}, Mapping)
-        if selection is not None:
+        if selection is not None and not isinstance(selection, Filter):
             instance("selection", selection, Selection)
         copies: dict[str, Any] = {}
         for name, order in (orders or {}).items():
@@ -74,12 +74,7 @@ class Iteration:
         # payload id << 32 | index in the payload; 0: absent
         self.locations = {name: np.zeros(self.rows, np.int64) for name in spec.columns}
         self.lengths = {column: np.zeros(self.rows, np.int32) for column in spec.balancing}
-        self.selection: SelectionState | None = None
-        if begin.selection is not None:
-            if not any(consumer.all_prompts for consumer in spec.consumers.values()):
-                raise DockError("a selection needs a consumer with all_prompts: nobody else completes groups")
-            ages = np.zeros(begin.num_prompts, np.int32) if ages is None else ages
-            self.selection = SelectionState(begin.selection, ages, spec.guarantee_order)
+        self.selection = self._new_choice(np.zeros(begin.num_prompts, np.int32) if ages is None else ages)
         self.progress = {name: self._new_progress(name) for name in spec.consumers}
         self.generated = [c for consumer in spec.consumers.values() if consumer.all_prompts for c in consumer.puts]
         self._lacking = self._count_lacking()  # [prompts] generated values that each group lacks
@@ -87,11 +82,27 @@ class Iteration:
         self.lost: dict[str, np.ndarray] = {}  # column that no consumer puts -> rows whose value is lost
         self.carried_to: int | None = None  # iteration that began with the groups that this one has not selected
 
+    def _new_choice(self, ages: np.ndarray) -> Choice | None:
+        chosen = self.begin.selection
+        if chosen is None:
+            return None
+        makers = [name for name, consumer in self.spec.consumers.items() if consumer.all_prompts]
+        if not makers:
+            raise DockError("a selection needs a consumer with all_prompts: nobody else completes groups")
+        if isinstance(chosen, Selection):
+            return SelectionState(chosen, ages, self.spec.guarantee_order)
+        if ordered := [name for name in makers if name in self.begin.orders]:
+            raise DockError(f"orders for {ordered}, which work on all prompts: with a filter, there will be more")
+        return FilterState(chosen, ages, self.spec.guarantee_order)
+
     def _new_progress(self, name: str) -> Progress:
         consumer, begin = self.spec.consumers[name], self.begin
-        selected = None
+        selected, block_rows = None, begin.block_rows
         if self.selection is not None and not consumer.all_prompts:
-            selected = self.selection.spec.prompts * begin.n_samples
+            selected = self.selection.prompts * begin.n_samples
+        elif isinstance(self.selection, FilterState) and consumer.shares > 1:
+            # waves of prompts begin and end within blocks: only small ones give the shares equal parts of each
+            block_rows = begin.n_samples * consumer.shares
 
         def deal_out(rows: np.ndarray) -> Sequence[Sequence[int]]:
             assert self.spec.partition is not None
@@ -107,7 +118,7 @@ class Iteration:
             consumer,
             self.rows,
             begin.n_samples,
-            begin.block_rows,
+            block_rows,
             begin.orders.get(name),
             self.spec.guarantee_order,
             selected,
@@ -141,7 +152,7 @@ class Iteration:
         columns: that come with the acknowledgement.
         """
         spec = self.spec.consumers[consumer]
-        if self.selection is not None and spec.all_prompts:
+        if self.selection is not None and spec.all_prompts and self.selection.may_stay_unfinished:
             return  # rows that the iteration does not need are left unfinished
         index = as_index(rows)
         for column in [column for column in spec.puts if column not in columns]:
@@ -179,13 +190,16 @@ class Iteration:
         assert self.selection is not None
         complete = prompts[(self._lacking[prompts] == 0) & ~self.selection.complete[prompts]]
         selected = self.selection.completed(complete.tolist())
-        if selected:
-            rows = members(selected, self.begin.n_samples)
-            for progress in self.progress.values():
-                if not progress.spec.all_prompts:
-                    present = np.stack([self.locations[column][rows] > 0 for column in progress.spec.needs])
-                    progress.bind(rows, present.sum(axis=0, dtype=np.int32))
+        self._bind(selected)
         return list(self.progress) if self.close_if_enough() or selected else []
+
+    def _bind(self, selected: list[int]) -> None:
+        """The stages behind get these groups next."""
+        rows = members(selected, self.begin.n_samples)
+        for progress in self.progress.values():
+            if selected and not progress.spec.all_prompts:
+                present = np.stack([self.locations[column][rows] > 0 for column in progress.spec.needs])
+                progress.bind(rows, present.sum(axis=0, dtype=np.int32))
 
     def close_if_enough(self) -> bool:
         """With a selection: stop handing rows out for generation once enough is complete. True if that is so."""
@@ -202,13 +216,64 @@ class Iteration:
     def describe_selection(self) -> str:
         """How far a selection is."""
         assert self.selection is not None
-        return f"{int(self.selection.complete.sum())} groups are complete, {self.selection.spec.prompts} are needed"
+        groups = self.selection.counts
+        rejected = f" and {groups['rejected']} of them rejected" if "rejected" in groups else ""
+        return f"{groups['complete']} groups are complete{rejected}, {self.selection.prompts} are needed"
 
     def _count_lacking(self) -> np.ndarray:
         absent = np.zeros(self.rows, np.int64)
         for column in self.generated:
             absent += self.locations[column] == 0
         return absent.reshape(-1, self.begin.n_samples).sum(axis=1)
+
+    # --- filtered groups
+
+    @property
+    def filter(self) -> FilterState:
+        """Of an iteration that was begun with a filter; `DockError` for another."""
+        if not isinstance(self.selection, FilterState):
+            raise DockError("the iteration was not begun with a filter")
+        return self.selection
+
+    def check_rejected(self, consumer: str, rows: np.ndarray, rejected: np.ndarray) -> None:
+        """Raise `DockError` unless a consumer that is done with `rows` can reject these among them."""
+        if not isinstance(self.selection, FilterState) or not self.spec.consumers[consumer].all_prompts:
+            raise DockError(f"ack: '{consumer}' cannot reject groups: that needs a filter, and all_prompts")
+        if (foreign := np.setdiff1d(rejected, rows)).size:
+            raise DockError(f"ack: row {foreign[0]} is rejected, but is not one that '{consumer}' is done with")
+
+    def judge(self, rows: np.ndarray, rejected: np.ndarray) -> None:
+        """The groups of `rejected` are not to be selected, those of the other rows may be."""
+        group = self.begin.n_samples
+        self.filter.judge(rows // group, rejected // group)
+
+    def extend(self, prompts: int) -> None:
+        """See `TransferDock.extend`."""
+        if self.filter.is_over:
+            raise DockError("extend: enough groups are selected")
+        makers = {name: progress for name, progress in self.progress.items() if progress.spec.all_prompts}
+        for name, progress in makers.items():
+            if undone := int((progress.acked_by == 0).sum()) * progress.unit_rows:
+                raise DockError(f"extend: '{name}' is not done with {undone} of {self.rows} rows")
+        more = prompts * self.begin.n_samples
+        done = np.arange(self.rows + more) < self.rows
+        self.begin = replace(self.begin, num_prompts=self.begin.num_prompts + prompts)
+        self.rows += more
+        self.locations = {name: np.pad(values, (0, more)) for name, values in self.locations.items()}
+        self.lengths = {name: np.pad(values, (0, more)) for name, values in self.lengths.items()}
+        self.filter.extend(prompts)
+        for name, progress in self.progress.items():
+            if name in makers:
+                self._renew(name, done)
+            else:
+                progress.extend(more)
+        self._lacking = self._count_lacking()
+
+    def fill(self) -> None:
+        """See `TransferDock.fill`."""
+        self._bind(self.filter.fill())
+
+    # --- what the next iteration takes over
 
     def carry_from(self, former: Iteration) -> int:
         """Take over what a former iteration has not selected, as first prompts; returns how many those are."""
@@ -232,22 +297,23 @@ class Iteration:
         self.payloads |= ids - {0}
         self.lost = {name: np.flatnonzero(np.isin(rows, lost)) for name, lost in former.lost.items()}
         for name, progress in self.progress.items():
-            state = progress.state()
             if progress.spec.all_prompts:  # rows that are complete need no more of it
-                done = np.stack([self.locations[column] > 0 for column in progress.spec.puts]).min(axis=0)
-                state["acked_by"] = self._done_by_owner(progress, done)
-            self._rebuild(name, state, {})
+                self._renew(name, np.stack([self.locations[column] > 0 for column in progress.spec.puts]).min(axis=0))
+            else:
+                self._rebuild(name, progress.state(), {})
         self._lacking = self._count_lacking()
         self._select(np.arange(len(prompts)))
         return len(prompts)
 
-    def _done_by_owner(self, progress: Progress, done: np.ndarray) -> np.ndarray:
-        """`acked_by` of a fresh consumer for which the rows `done` need no work: whole units only."""
+    def _renew(self, name: str, done: np.ndarray) -> None:
+        """A consumer with all_prompts begins anew; the rows `done`, in whole units, need no work."""
+        progress = self._new_progress(name)
         by_unit = done[progress.rows_of(np.arange(len(progress.missing)))].reshape(-1, progress.unit_rows)
         units = np.flatnonzero(by_unit.all(axis=1))
         acked_by = np.zeros_like(progress.acked_by)
         acked_by[units] = progress.owner[units] + 1
-        return acked_by
+        self.progress[name] = progress
+        self._rebuild(name, {**progress.state(), "acked_by": acked_by}, {})
 
     def _rebuild(self, name: str, state: dict[str, Any], out: dict[int, list[int]]) -> None:
         progress = self.progress[name]

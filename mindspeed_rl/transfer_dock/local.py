@@ -10,11 +10,21 @@ from typing import Any
 import numpy as np
 
 from mindspeed_rl.common.errors import DockTimeout
+from mindspeed_rl.transfer_dock.arrays import as_rejected, as_rows
 from mindspeed_rl.transfer_dock.checks import instance, seconds
 from mindspeed_rl.transfer_dock.payload import pack
 from mindspeed_rl.transfer_dock.reader import PayloadReader
-from mindspeed_rl.transfer_dock.spec import DEFAULT_TIMEOUT, NOT_YET, Claim, DockSnapshot, DockSpec, NotYet, Selection
-from mindspeed_rl.transfer_dock.table import DockTable, as_rows
+from mindspeed_rl.transfer_dock.spec import (
+    DEFAULT_TIMEOUT,
+    NOT_YET,
+    Claim,
+    DockSnapshot,
+    DockSpec,
+    Filter,
+    NotYet,
+    Selection,
+)
+from mindspeed_rl.transfer_dock.table import DockTable
 
 
 class LocalTransferDock:
@@ -33,11 +43,21 @@ class LocalTransferDock:
         n_samples: int,
         block_rows: int,
         orders: Mapping[str, Sequence[int]] | None = None,
-        selection: Selection | None = None,
+        selection: Selection | Filter | None = None,
         carry_from: int | None = None,
     ) -> int:
         with self._changed:
             return self._table.begin(iteration, num_prompts, n_samples, block_rows, orders, selection, carry_from)
+
+    def extend(self, iteration: int, num_prompts: int) -> None:
+        with self._changed:
+            self._table.extend(iteration, num_prompts)
+            self._notify()
+
+    def fill(self, iteration: int) -> None:
+        with self._changed:
+            self._table.fill(iteration)
+            self._notify()
 
     def put(
         self,
@@ -55,16 +75,18 @@ class LocalTransferDock:
         columns: Mapping[str, Sequence[Any]],
         lease: int | None,
         timeout: float,
+        rejected: np.ndarray | None = None,
     ) -> None:
         timeout = seconds("timeout", timeout)
         payload = pack(self.spec, rows, columns)
         lengths = payload.lengths_for(self.spec)
         with self._changed:
             self._alive()
-            self._table.check_put(iteration, rows, payload.columns, lease)
+            self._table.check_put(iteration, rows, payload.columns, lease, rejected)
             if not self._changed.wait_for(lambda: self._must_not_wait(iteration), timeout):
                 raise DockTimeout(self._table.describe_put_wait(iteration, payload.nbytes, timeout))
-            self._table.put(iteration, rows, list(payload.columns), payload, payload.nbytes, lengths, lease=lease)
+            names = list(payload.columns)
+            self._table.put(iteration, rows, names, payload, payload.nbytes, lengths, None, lease, rejected)
             self._notify()
 
     def claim(
@@ -114,10 +136,13 @@ class LocalTransferDock:
         columns: Mapping[str, Sequence[Any]] | None = None,
         rows: Sequence[int] | None = None,
         timeout: float = DEFAULT_TIMEOUT,
+        rejected: Sequence[int] | None = None,
     ) -> None:
         instance("claim", claim, Claim)
+        judged = as_rejected(rejected, columns)
         if columns:
-            self._put(claim.iteration, as_rows(claim.rows if rows is None else rows), columns, claim.lease, timeout)
+            numbers = as_rows(claim.rows if rows is None else rows)
+            self._put(claim.iteration, numbers, columns, claim.lease, timeout, judged)
             return
         with self._changed:
             self._alive()

@@ -140,6 +140,12 @@ class Progress:
         values = present.reshape(-1, self.unit_rows).sum(axis=1, dtype=np.int32)  # selections are of whole groups
         return self._subtract(places[:: self.unit_rows] // self.unit_rows, values)
 
+    def extend(self, more: int) -> None:
+        """The iteration has more rows from now on, of which as many are selected as before."""
+        assert self._positions is not None
+        self._positions = np.pad(self._positions, (0, more), constant_values=_UNBOUND)
+        self._arguments = (self._arguments[0] + more, *self._arguments[1:])
+
     def take(self, share: int, count: int) -> np.ndarray:
         """Units of up to `count` rows; see `WorkQueue.take`."""
         return NO_UNITS if self.closed else self.queue.take(share, count // self.unit_rows)

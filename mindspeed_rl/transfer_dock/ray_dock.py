@@ -17,14 +17,14 @@ import ray
 from ray.exceptions import GetTimeoutError, ObjectLostError
 
 from mindspeed_rl.common.errors import DockError, DockTimeout, RowsLost
+from mindspeed_rl.transfer_dock.arrays import as_rejected, as_rows
 from mindspeed_rl.transfer_dock.checks import instance, seconds
 from mindspeed_rl.transfer_dock.client import Client, client_of
 from mindspeed_rl.transfer_dock.controller import Controller
 from mindspeed_rl.transfer_dock.payload import Payload, Scratch, pack
 from mindspeed_rl.transfer_dock.ray_refs import to_address, to_ref
 from mindspeed_rl.transfer_dock.reader import PayloadReader
-from mindspeed_rl.transfer_dock.spec import DEFAULT_TIMEOUT, Claim, DockSnapshot, DockSpec, NotYet, Selection
-from mindspeed_rl.transfer_dock.table import as_rows
+from mindspeed_rl.transfer_dock.spec import DEFAULT_TIMEOUT, Claim, DockSnapshot, DockSpec, Filter, NotYet, Selection
 from mindspeed_rl.transfer_dock.wire import Endpoint
 
 _SLOW_FETCH_SECONDS = 3.0
@@ -70,11 +70,17 @@ class RayTransferDock:
         n_samples: int,
         block_rows: int,
         orders: Mapping[str, Sequence[int]] | None = None,
-        selection: Selection | None = None,
+        selection: Selection | Filter | None = None,
         carry_from: int | None = None,
     ) -> int:
         arguments = (iteration, num_prompts, n_samples, block_rows, orders, selection, carry_from)
         return self._client.request("begin", *arguments)
+
+    def extend(self, iteration: int, num_prompts: int) -> None:
+        self._client.request("extend", iteration, num_prompts)
+
+    def fill(self, iteration: int) -> None:
+        self._client.request("fill", iteration)
 
     def put(
         self,
@@ -92,13 +98,14 @@ class RayTransferDock:
         columns: Mapping[str, Sequence[Any]],
         lease: int | None,
         timeout: float,
+        rejected: np.ndarray | None = None,
     ) -> None:
         timeout = seconds("timeout", timeout)
         payload = pack(self.spec, rows, columns, self._scratch)
         ref = ray.put(payload)
         lengths = payload.lengths_for(self.spec)
-        arguments = (iteration, rows, list(payload.columns), to_address(ref), payload.nbytes, lengths, lease, timeout)
-        self._client.request_with([ref], "put", *arguments, seconds=timeout)
+        stored = (list(payload.columns), to_address(ref), payload.nbytes, lengths)
+        self._client.request_with([ref], "put", iteration, rows, *stored, lease, timeout, rejected, seconds=timeout)
         self._client.live()
 
     def claim(
@@ -128,11 +135,13 @@ class RayTransferDock:
         columns: Mapping[str, Sequence[Any]] | None = None,
         rows: Sequence[int] | None = None,
         timeout: float = DEFAULT_TIMEOUT,
+        rejected: Sequence[int] | None = None,
     ) -> None:
         instance("claim", claim, Claim)
+        judged = as_rejected(rejected, columns)
         if columns:
             numbers = as_rows(claim.rows if rows is None else rows)
-            self._put(claim.iteration, numbers, columns, claim.lease, timeout)
+            self._put(claim.iteration, numbers, columns, claim.lease, timeout, judged)
         else:
             self._client.request("ack", claim.iteration, claim.lease, None if rows is None else as_rows(rows))
 

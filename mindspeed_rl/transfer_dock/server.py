@@ -186,6 +186,14 @@ class DockServer:
         """See `TransferDock.begin`."""
         return self._table.begin(*arguments)
 
+    def do_extend(self, sender: Sender, iteration: int, num_prompts: int) -> None:
+        """See `TransferDock.extend`."""
+        self._table.extend(iteration, num_prompts)
+
+    def do_fill(self, sender: Sender, iteration: int) -> None:
+        """See `TransferDock.fill`."""
+        self._table.fill(iteration)
+
     def do_put(
         self,
         sender: Sender,
@@ -197,15 +205,16 @@ class DockServer:
         lengths: Mapping[str, np.ndarray],
         lease: int | None,
         timeout: float,
+        rejected: np.ndarray | None,
     ) -> Any:
         """Register a payload that the sender keeps, and with a lease acknowledge its rows; returns its number."""
         if self._table.must_wait(iteration):
-            self._table.check_put(iteration, rows, columns, lease)  # refused at once, not after the wait
-            arguments = (iteration, rows, columns, address, nbytes, lengths, lease, timeout)
+            self._table.check_put(iteration, rows, columns, lease, rejected)  # refused at once, not after the wait
+            arguments = (iteration, rows, columns, address, nbytes, lengths, lease, timeout, rejected)
             now = time.monotonic()
             self._puts.append(_Put(sender, arguments, now, now + timeout))
             return _WAITS
-        return self._table.put(iteration, rows, columns, address, nbytes, lengths, sender.holder, lease)
+        return self._table.put(iteration, rows, columns, address, nbytes, lengths, sender.holder, lease, rejected)
 
     def do_claim(
         self,

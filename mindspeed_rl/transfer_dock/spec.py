@@ -58,7 +58,7 @@ class ConsumerSpec:
     grouped: hand out whole groups only.
     balance: columns whose lengths, added up, are the length of a row: the rows of each block are dealt out to the
         shares by `DockSpec.partition` instead of in equal contiguous parts, once all of them are ready.
-    all_prompts: with a selection (see `TransferDock.begin`): sees all rows, not only the selected ones.
+    all_prompts: with a selection or filter (see `TransferDock.begin`): sees all rows, not only the selected ones.
     max_staleness: an iteration's rows are handed out once the policy version (see `TransferDock.advance`) is at most
         this far behind the iteration's number.
     """
@@ -95,6 +95,20 @@ class Selection:
     prompts: int
     max_iterations: int
     finish_oldest: bool = True
+
+
+@dataclass(frozen=True)
+class Filter:
+    """How an iteration gets enough groups when some turn out to be of no use (dynamic sampling).
+
+    A group is judged when it is complete: see `rejected` of `TransferDock.ack`. While too few qualify, prompts are
+    added (`TransferDock.extend`); when there are to be no more, rejected groups make up the number
+    (`TransferDock.fill`). Surplus groups that qualify are carried over to the next iteration, with all they have.
+
+    prompts: groups that are trained on.
+    """
+
+    prompts: int
 
 
 @dataclass(frozen=True)
@@ -256,7 +270,7 @@ class TransferDock(Protocol):
         n_samples: int,
         block_rows: int,
         orders: Mapping[str, Sequence[int]] | None = None,
-        selection: Selection | None = None,
+        selection: Selection | Filter | None = None,
         carry_from: int | None = None,
     ) -> int:
         """Open an iteration of `num_prompts * n_samples` rows.
@@ -271,7 +285,25 @@ class TransferDock(Protocol):
         selection is complete, the groups that it did not select are the first prompts here, those that took part
         longest first, with all their values; that is possible once.
 
+        With a `Filter`, too, stages behind see the selected groups only: without `guarantee_order` each that is
+        complete and not rejected, with it the first such groups once all groups are complete. `num_prompts` are those
+        to be put: what is carried over, surplus groups that qualify, comes before them and on top. `orders` are for
+        stages behind only; of stages with `all_prompts`, each share has equally many groups of a wave, give or take
+        one.
+
         Returns the number of prompts carried over: values of the other rows are still to be put.
+        """
+
+    def extend(self, iteration: int, num_prompts: int) -> None:
+        """With a `Filter`: add prompts, as last rows; their values are still to be put.
+
+        Refused while rows are not done that are there already, and when enough groups are selected.
+        """
+
+    def fill(self, iteration: int) -> None:
+        """With a `Filter`: no more prompts come; rejected groups, the first ones, make up for groups that qualify.
+
+        Refused while groups are incomplete, or if all of them together are too few.
         """
 
     def put(
@@ -326,12 +358,16 @@ class TransferDock(Protocol):
         columns: Mapping[str, Sequence[Any]] | None = None,
         rows: Sequence[int] | None = None,
         timeout: float = DEFAULT_TIMEOUT,
+        rejected: Sequence[int] | None = None,
     ) -> None:
         """The consumer is done with the claim's rows, or with these `rows` of it (whole groups if it is grouped).
 
         `columns` are the results for just those rows: stored and acknowledged in one step, so that a row is either
         done with all its results or handed out again. Refused, with nothing stored, when the lease has ended, or when
         a row would lack something that the consumer puts (unless a selection may leave rows of it unfinished).
+
+        `rejected` are those of the rows whose groups a `Filter` is not to select, none or more; those of the other
+        rows qualify. Only consumers with `all_prompts` judge, and only together with results.
         """
 
     def release(self, claim: Claim) -> None:
@@ -358,7 +394,8 @@ class TransferDock(Protocol):
     def stats(self) -> dict[str, Any]:
         """State and totals, by name.
 
-        `rows` {iteration: rows}, `rows_out` under a lease and `bytes` are of now; `bytes_put`, `rows_redone` (handed
-        out again after a loss, all consumers) and `wait_seconds` {consumer: seconds its claims waited} are since the
-        start.
+        `rows` {iteration: rows}, `rows_out` under a lease and `bytes` are of now, and so is `groups` {iteration:
+        {"complete", "selected"}} of iterations with a selection or filter; with a filter also "rejected" groups, and
+        "filled" ones, which are selected nonetheless. `bytes_put`, `rows_redone` (handed out again after a loss, all
+        consumers) and `wait_seconds` {consumer: seconds its claims waited} are since the start.
         """

@@ -20,23 +20,9 @@ from mindspeed_rl.transfer_dock.checks import integer
 from mindspeed_rl.transfer_dock.iteration import Begin, Iteration, Lease
 from mindspeed_rl.transfer_dock.progress import Progress
 from mindspeed_rl.transfer_dock.queues import NO_UNITS
-from mindspeed_rl.transfer_dock.spec import ABSENT, NOT_YET, Claim, DockSpec, NotYet, Selection
+from mindspeed_rl.transfer_dock.spec import ABSENT, NOT_YET, Claim, DockSpec, Filter, NotYet, Selection
 
 _SHOWN = 4  # rows named in a message before "and N more"
-
-
-def as_rows(rows: Sequence[int]) -> np.ndarray:
-    """Row numbers as int64 [n]; `DockError` unless they are one or more different integers."""
-    try:
-        array = np.arange(rows.start, rows.stop, rows.step) if isinstance(rows, range) else np.asarray(rows)
-    except ValueError as error:  # lists of different lengths
-        raise DockError(f"rows = {rows!r:.80}: expected one or more row numbers") from error
-    if array.ndim != 1 or not array.size or array.dtype.kind not in "iu":
-        raise DockError(f"rows = {rows!r:.80}: expected one or more row numbers")
-    array = array.astype(np.int64)
-    if (array[1:] <= array[:-1]).any() and len(np.unique(array)) != array.size:
-        raise DockError(f"rows = {rows!r:.80}: a row occurs twice")
-    return array
 
 
 @dataclass(frozen=True)
@@ -80,7 +66,7 @@ class DockTable:
         n_samples: int,
         block_rows: int,
         orders: Mapping[str, Sequence[int]] | None = None,
-        selection: Selection | None = None,
+        selection: Selection | Filter | None = None,
         carry_from: int | None = None,
     ) -> int:
         """See `TransferDock.begin`."""
@@ -92,16 +78,32 @@ class DockTable:
         if former is None:
             self._iterations[iteration] = Iteration(self.spec, begin)
             return 0
-        if former.selection is None or selection is None:
-            raise DockError("groups are carried over between iterations with a selection only")
-        ages = np.zeros(num_prompts, np.int32)
-        left = former.selection.left()[:num_prompts]
+        if former.selection is None or type(selection) is not type(former.begin.selection):
+            raise DockError("groups are carried over between iterations with a selection only, of the same kind")
+        left = former.selection.left()
+        if isinstance(selection, Filter):
+            begin = replace(begin, num_prompts=begin.num_prompts + len(left))
+        ages = np.zeros(begin.num_prompts, np.int32)
+        left = left[: begin.num_prompts]
         ages[: len(left)] = former.selection.ages[left] + 1
         new = Iteration(self.spec, begin, ages)
         carried = new.carry_from(former)
         former.carried_to = iteration
         self._iterations[iteration] = new
         return carried
+
+    def extend(self, iteration: int, num_prompts: int) -> None:
+        """See `TransferDock.extend`."""
+        self._iteration(iteration).extend(integer("num_prompts", num_prompts, least=1))
+
+    def fill(self, iteration: int) -> None:
+        """See `TransferDock.fill`."""
+        self._iteration(iteration).fill()
+        self._wake_all(iteration)
+
+    def _wake_all(self, iteration: int) -> None:
+        for name in self.spec.consumers:
+            self._woken[iteration, name] = None
 
     def clear(self, iteration: int) -> None:
         """See `TransferDock.clear`."""
@@ -113,8 +115,7 @@ class DockTable:
         for payload in state.payloads:
             if not any(payload in other.payloads for other in self._iterations.values()):
                 self._free(payload)
-        for name in self.spec.consumers:
-            self._woken[iteration, name] = None
+        self._wake_all(iteration)
 
     def _free(self, payload: int) -> None:
         freed = self._payloads.pop(payload)
@@ -143,7 +144,12 @@ class DockTable:
     # --- rows in
 
     def check_put(
-        self, iteration: int, rows: np.ndarray, columns: Collection[str], lease: int | None = None
+        self,
+        iteration: int,
+        rows: np.ndarray,
+        columns: Collection[str],
+        lease: int | None = None,
+        rejected: np.ndarray | None = None,
     ) -> tuple[Lease, np.ndarray] | None:
         """Raise `DockError` if a put of these rows (from `as_rows`) and columns would be refused.
 
@@ -156,6 +162,8 @@ class DockTable:
         held, units = self._units_held(iteration, lease, rows)
         self._iterations[iteration].check_put(iteration, rows, columns)
         self._iterations[iteration].check_results(iteration, held.consumer, rows, columns)
+        if rejected is not None:
+            self._iterations[iteration].check_rejected(held.consumer, rows, rejected)
         return held, units
 
     def must_wait(self, iteration: int) -> bool:
@@ -173,14 +181,18 @@ class DockTable:
         lengths: Mapping[str, np.ndarray] | None = None,
         holder: str | None = None,
         lease: int | None = None,
+        rejected: np.ndarray | None = None,
     ) -> int:
         """Register a payload that holds `columns` of `rows`, in that order of rows; `payload` is its address.
 
         lengths: of the rows, for columns that a consumer is balanced by.
         holder: process that keeps the payload.
         lease: that is acknowledged for these rows by this put. Returns the payload's number.
+        rejected: with a lease, those of the rows whose groups are not to be selected; None: this is no judgement.
         """
-        done = self.check_put(iteration, rows, columns, lease)
+        done = self.check_put(iteration, rows, columns, lease, rejected)
+        if rejected is not None:
+            self._iteration(iteration).judge(rows, rejected)
         number, self._next_payload = self._next_payload, self._next_payload + 1
         self._payloads[number] = _Payload(payload, nbytes, holder)
         self.live_bytes += nbytes
@@ -300,8 +312,7 @@ class DockTable:
                 for lease in ended:
                     del self._leases[lease]
                 self.rows_redone += sum(len(rows) for rows in redone[number].values())
-                for name in self.spec.consumers:
-                    self._woken[number, name] = None
+                self._wake_all(number)
         for payload in known:
             self.live_bytes -= self._payloads.pop(payload).nbytes
         return redone
@@ -383,6 +394,9 @@ class DockTable:
         """See `TransferDock.stats`."""
         return {
             "rows": {iteration: state.rows for iteration, state in self._iterations.items()},
+            "groups": {
+                iteration: state.selection.counts for iteration, state in self._iterations.items() if state.selection
+            },
             "rows_out": sum(len(lease.units) * self._unit_rows(lease) for lease in self._leases.values()),
             "rows_redone": self.rows_redone,
             "bytes": self.live_bytes,

@@ -16,7 +16,7 @@ from mindspeed_rl.workers.context import Source, WorkerReport
 from mindspeed_rl.workers.group import Call, Watch, WorkerGroup
 from mindspeed_rl.workers.integrated_worker import IntegratedWorker
 from mindspeed_rl.workers.rollout_worker import RolloutWorker
-from mindspeed_rl.workers.stages import scoring_stages
+from mindspeed_rl.workers.stages import scores_while_generating, scoring_stages
 from mindspeed_rl.workers.training_worker import TrainingWorker
 from mindspeed_rl.workers.weights import WeightBoard
 
@@ -34,8 +34,8 @@ class Fleet(Protocol):
     def sync_weights(self, version: int) -> list[WorkerReport]:
         """Hand the actor's weights to rollout; `version` is the number of iterations they were trained for."""
 
-    def generate(self, iteration: int) -> Futures:
-        """Start the iteration's generation, with what is to be done on its devices meanwhile."""
+    def generate(self, iteration: int, wave: int = 0) -> Futures:
+        """Start the iteration's generation, or that of a wave, with what is to be done on its devices meanwhile."""
 
     def score(self, iteration: int) -> Futures:
         """Start the log-probs that the update needs, unless `generate` has started them."""
@@ -75,13 +75,13 @@ class IntegratedFleet:
     def sync_weights(self, version: int) -> list[WorkerReport]:
         return self.watch.wait(self.workers.start("resharding_to_infer", version + 1, "enter_rollout", version))
 
-    def generate(self, iteration: int) -> Futures:
-        if self.config.rl_config.blocking:
-            return self.workers.start("rollout", iteration + 1, "generate", iteration)
+    def generate(self, iteration: int, wave: int = 0) -> Futures:
+        if not scores_while_generating(self.config):
+            return self.workers.start("rollout", iteration + 1, "generate", iteration, wave)
         return self.workers.start("rollout and scoring", iteration + 1, "generate_and_score", iteration)
 
     def score(self, iteration: int) -> Futures:
-        if not self.config.rl_config.blocking:
+        if scores_while_generating(self.config):
             return []
         return self.workers.start("scoring", iteration + 1, "score", iteration)
 
@@ -122,8 +122,8 @@ class SeparateFleet:
         self.watch.wait([self.watch.add(put, Call(-2, "export_weights", version + 1))])
         return list(reports)
 
-    def generate(self, iteration: int) -> Futures:
-        return self.rollout.start("rollout", iteration + 1, "generate", iteration)
+    def generate(self, iteration: int, wave: int = 0) -> Futures:
+        return self.rollout.start("rollout", iteration + 1, "generate", iteration, wave)
 
     def score(self, iteration: int) -> Futures:
         if not scoring_stages(self.config):

@@ -96,11 +96,11 @@ class IntegratedWorker(TrainingWorker):
             if part not in ROLLOUT and may_leave(self.config, part):
                 self.training.offload(part)
 
-    def generate(self, iteration: int) -> WorkerReport:
-        """Generate this rollout replica's share of the iteration's responses."""
+    def generate(self, iteration: int, wave: int) -> WorkerReport:
+        """Generate this rollout replica's share of the iteration's responses, or of a wave of them."""
         timings = Timings(iteration)
         with timings("rollout"):
-            self.rollout.generate(iteration)
+            self.rollout.generate(iteration, wave=wave)
         return self.context.report(timings)
 
     def generate_and_score(self, iteration: int) -> WorkerReport:

@@ -13,6 +13,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from mindspeed_rl.algorithms.advantages import compute_advantages, needs_whole_batch
+from mindspeed_rl.algorithms.group_filter import differs_within
 from mindspeed_rl.algorithms.kl import KL_ESTIMATORS
 from mindspeed_rl.algorithms.registry import load_custom_algorithms
 from mindspeed_rl.common.logging import setup_logging
@@ -24,7 +25,7 @@ from mindspeed_rl.rewards.manager import RewardManager
 from mindspeed_rl.rewards.verifiers import RewardSample
 from mindspeed_rl.transfer_dock.jagged import Jagged
 from mindspeed_rl.transfer_dock.spec import Claim, TransferDock
-from mindspeed_rl.workers.stages import advantage_columns, old_log_probs_column
+from mindspeed_rl.workers.stages import old_log_probs_column
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +37,7 @@ class RewardReport:
     spans: list[Span]
     metrics: MetricSet
     samples: list[dict[str, Any]] = field(default_factory=list)  # a few: prompt, response, label, reward
-    sequence_lengths: list[int] = field(default_factory=list)  # tokens of every scored sample, prompt and response
+    sequence_lengths: list[int] = field(default_factory=list)  # tokens, prompt and response, of what is trained on
 
 
 class RewardWorker:
@@ -86,7 +87,8 @@ class RewardWorker:
                     result = self.manager.score(samples)
                 penalties = [self._overlong_penalty(len(response)) for response in columns["responses"]]
                 rewards = [reward - penalty for reward, penalty in zip(result.total, penalties, strict=True)]
-                self.dock.ack(claim, {"rewards": rewards})
+                rejected = self._rejected(claim.rows, result.values, rewards, report.metrics)
+                self.dock.ack(claim, {"rewards": rewards}, rejected=rejected)
             report.metrics.merge(result.metrics())
             for name, messages in result.messages.items():
                 if messages:  # one of them shows what is wrong; all are counted
@@ -103,6 +105,19 @@ class RewardWorker:
                 report.metrics.mean("reward/overlong_penalty", penalties)
             self._add_metrics(report, columns, samples, rewards)
         return report
+
+    def _rejected(
+        self, rows: Sequence[int], values: Mapping[str, list[float]], rewards: list[float], metrics: MetricSet
+    ) -> list[int] | None:
+        """Rows of groups that are not worth training on (dynamic sampling); None: groups are not filtered."""
+        rl = self.config.rl_config
+        if not rl.filter_groups_enable:
+            return None
+        metric, size = {**values, "reward": rewards}[rl.filter_groups_metric], rl.n_samples_per_prompt
+        groups = [slice(first, first + size) for first in range(0, len(rows), size)]
+        rejected = [group for group in groups if not differs_within(metric[group], rewards[group])]
+        metrics.mean("reward/filtered_groups", [float(group in rejected) for group in groups])
+        return [row for group in rejected for row in rows[group]]
 
     def _overlong_penalty(self, length: int) -> float:
         """Soft punishment of responses of nearly `max_tokens` (DAPO, arXiv:2503.14476, section 3.4)."""
@@ -137,7 +152,6 @@ class RewardWorker:
             metrics.min(f"{name}/min", values)
             metrics.sum(f"{name}/total", values)
         metrics.mean("response_length/clip_fraction", [float(n >= limit) for n in lengths["response_length"]])
-        report.sequence_lengths += [sum(pair) for pair in zip(*lengths.values(), strict=True)]
         for sample, reward in list(zip(samples, rewards, strict=True))[: self.SHOWN_SAMPLES - len(report.samples)]:
             report.samples.append(
                 {"prompt": sample.prompt, "response": sample.response, "label": sample.label, "reward": reward}
@@ -149,9 +163,10 @@ class RewardWorker:
         kl_coef: what the KL to the reference weighs, with `use_kl_in_reward`.
         """
         timings, metrics, rl = Timings(iteration), MetricSet(), self.config.rl_config
+        report = RewardReport(timings.spans, metrics)
         for claims in self._advantage_claims(timings):
             with timings("adv"):
-                parts = [self.dock.get(claim, advantage_columns(self.config)) for claim in claims]
+                parts = [self.dock.get(claim, self.dock.spec.consumers["advantage"].needs) for claim in claims]
                 columns = {name: [value for part in parts for value in part[name]] for name in parts[0]}
                 rewards = torch.tensor([float(reward) for reward in columns["rewards"]])
                 lengths = torch.tensor([len(response) for response in columns["responses"]])
@@ -165,12 +180,13 @@ class RewardWorker:
                 )
                 results = {"advantages": advantages, "loss_mask": mask}
                 self._put_tokens(claims, lengths, results if returns is None else {**results, "returns": returns})
+            report.sequence_lengths += map(sum, zip(lengths.tolist(), map(len, columns["prompt_ids"]), strict=True))
             for group in groups.unique():
                 scored = rewards[(groups == group) & torch.isfinite(rewards)]
                 metrics.mean(
                     "reward/zero_variance_groups", float(len(scored) == 0 or bool((scored == scored[0]).all()))
                 )
-        return RewardReport(timings.spans, metrics)
+        return report
 
     def _advantage_claims(self, timings: Timings) -> Iterator[list[Claim]]:
         """Claims whose advantages are computed together: all of the iteration, or each on its own."""

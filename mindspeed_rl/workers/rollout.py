@@ -55,16 +55,19 @@ class Rollout:
         """Wait for prompts of the iteration; empty once nothing of this replica's share is left to do."""
         return self.group.share(lambda: self._claim_prompts(iteration))
 
-    def generate(self, iteration: int, claims: list[Claim] | None = None) -> None:
-        """Generate this replica's share of the iteration's responses, of which it may hold `claims` already."""
-        for _ in self.steps(iteration, claims):
+    def generate(self, iteration: int, claims: list[Claim] | None = None, wave: int = 0) -> None:
+        """Generate this replica's share of the iteration's responses, of which it may hold `claims` already.
+
+        wave: number of the iteration's prompts that were put together, counted from 0 (see `TransferDock.extend`).
+        """
+        for _ in self.steps(iteration, claims, wave):
             pass
 
-    def steps(self, iteration: int, claims: list[Claim] | None = None) -> Iterator[bool]:
+    def steps(self, iteration: int, claims: list[Claim] | None = None, wave: int = 0) -> Iterator[bool]:
         """The same, a step of the engine at a time; finished groups go to the dock."""
         if not self.config.generate_config.per_request_seed:
             # the engine draws from the process's generator: from here on as a resumed run would
-            self.device.manual_seed(self._seed(iteration, self.replica))
+            self.device.manual_seed(self._seed(iteration, self.replica + wave * self.layout.rollout_replicas))
         if claims is None:
             claims = self.claim(iteration)
         while claims:

@@ -25,8 +25,8 @@ class RolloutWorker(Worker):
         self.board, self.loaded = board, False
         self.rollout = Rollout(self.context, vllm_engine(self.context, hf_folder, stop_tokens))
 
-    def generate(self, iteration: int) -> WorkerReport:
-        """Generate this rollout replica's share of the iteration's responses, with the newest weights there are.
+    def generate(self, iteration: int, wave: int) -> WorkerReport:
+        """Generate this replica's share of an iteration's or wave's responses, with the newest weights there are.
 
         The dock hands prompts out once the policy is at most `staleness` versions behind, and weights are published
         before that: what is newest then is new enough.
@@ -38,7 +38,7 @@ class RolloutWorker(Worker):
         self._take_weights(timings)
         assert iteration - self.rollout.version <= self.config.rl_config.staleness, "the dock bounds staleness"
         with timings("rollout"):
-            self.rollout.generate(iteration, claims)
+            self.rollout.generate(iteration, claims, wave)
         return self.context.report(timings)
 
     def _take_weights(self, timings: Timings) -> None:

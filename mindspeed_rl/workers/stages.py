@@ -13,7 +13,7 @@ from mindspeed_rl.config.layout import Layout, tokens_may_be_stale
 from mindspeed_rl.config.model import ModelConfig
 from mindspeed_rl.config.schema import Config
 from mindspeed_rl.data.packing import balanced_partition, sequence_costs
-from mindspeed_rl.transfer_dock.spec import ColumnSpec, ConsumerSpec, DockSpec
+from mindspeed_rl.transfer_dock.spec import ColumnSpec, ConsumerSpec, DockSpec, Filter, Selection
 
 TOKENS = ColumnSpec(dtype="int64", kind="jagged")
 PER_TOKEN = ColumnSpec(dtype="float32", kind="jagged")
@@ -66,6 +66,24 @@ def uses_reference(config: Config) -> bool:
 def uses_partial_rollout(config: Config) -> bool:
     """True if an iteration may end before all of its responses are complete."""
     return config.rl_config.partial_rollout_max_split > 1
+
+
+def scores_while_generating(config: Config) -> bool:
+    """Whether integrated workers compute log-probs of what is complete while other responses are being generated.
+
+    With filtered groups it is seldom known before the last of them which are trained on.
+    """
+    return not config.rl_config.blocking and not config.rl_config.filter_groups_enable
+
+
+def selection(config: Config) -> Selection | Filter | None:
+    """Which groups of an iteration are trained on, if not all."""
+    rl, prompts = config.rl_config, config.actor.global_batch_size
+    if rl.filter_groups_enable:
+        return Filter(prompts)
+    if uses_partial_rollout(config):
+        return Selection(prompts, rl.partial_rollout_max_split, rl.require_max_age_all_finished)
+    return None
 
 
 def uses_old_log_probs(config: Config) -> bool:
@@ -128,22 +146,26 @@ def dock_spec(config: Config, layout: Layout) -> DockSpec:
     text = ("texts",) if sampling.detokenize else ()
     log_probs = ("rollout_log_probs",) if sampling.logprobs else ()
     versions = ("policy_versions",) if tokens_may_be_stale(config) else ()
-    is_partial = uses_partial_rollout(config)
+    is_partial, is_filtered = uses_partial_rollout(config), config.rl_config.filter_groups_enable
     consumers = {
         "rollout": ConsumerSpec(
             needs=("prompt_ids",),
             shares=layout.rollout_replicas,
             puts=("responses", *log_probs, *versions, *text),
             optional=("partial",) if is_partial else (),
-            all_prompts=is_partial,
+            all_prompts=is_partial or is_filtered,
             max_staleness=config.rl_config.staleness,
         ),
-        "reward": ConsumerSpec(needs=("sample", "responses", *text), puts=("rewards",)),
+        "reward": ConsumerSpec(
+            needs=("sample", "responses", *text), puts=("rewards",), grouped=is_filtered, all_prompts=is_filtered
+        ),
         **{
             stage: ConsumerSpec(needs=sequences, shares=layout.dp, puts=(SCORING[stage].column,))
             for stage in scoring_stages(config)
         },
-        "advantage": ConsumerSpec(needs=advantage_columns(config), grouped=True, puts=advantage_results(config)),
+        "advantage": ConsumerSpec(
+            needs=(*advantage_columns(config), "prompt_ids"), grouped=True, puts=advantage_results(config)
+        ),
         "update": ConsumerSpec(
             needs=(*sequences, *update_columns(config)),
             shares=layout.dp,

@@ -18,7 +18,7 @@ from mindspeed_rl.config.model import ModelConfig
 from mindspeed_rl.config.schema import Config
 
 CONFIGS = Path(__file__).parents[2] / "configs"
-RUNS = sorted(path.stem for path in (CONFIGS / "grpo").glob("*.yaml"))
+RUNS = sorted(path.stem for path in CONFIGS.glob("[gd]*po/*.yaml"))
 
 # MindSpeed RL's documented keys of a GRPO run
 REFERENCE_KEYS = {
@@ -33,6 +33,7 @@ REFERENCE_KEYS = {
         adv_estimator kl_penalty kl_ctrl_type init_kl_coef mini_batch_size max_prompt_length clip_ratio entropy_coeff
         n_samples_per_prompt guarantee_order shuffle_mini_batch log_max_throughput num_cpus_for_local_task
         actor_resource actor_resource.num_npus rule_reward verifier_function verifier_weight
+        filter_groups_enable filter_groups_metric filter_groups_max_batches
         use_tensorboard use_wandb wandb_project wandb_exp_name wandb_save_dir""",
     "generate_config": """
         infer_tensor_parallel_size infer_pipeline_parallel_size infer_expert_parallel_size

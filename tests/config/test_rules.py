@@ -93,6 +93,18 @@ EXAMPLES = {
         ["rl_config.partial_rollout_max_split=2", "generate_config.sampling_config.detokenize=true"],
         "generate_config.sampling_config.detokenize", True, "partial_rollout_max_split = 2", "set it to false",
     ),
+    "filtered_iterations_are_whole": (
+        ["rl_config.filter_groups_enable=true", "rl_config.partial_rollout_max_split=2"],
+        "rl_config.filter_groups_enable", True, "judges whole groups", "partial_rollout_max_split: 1",
+    ),
+    "filtered_groups_can_differ": (
+        ["rl_config.filter_groups_enable=true", "rl_config.n_samples_per_prompt=1"],
+        "rl_config.filter_groups_enable", True, "n_samples_per_prompt = 1", "above 1",
+    ),
+    "filter_metric_is_known": (
+        ["rl_config.filter_groups_enable=true", "rl_config.filter_groups_metric=rewards"],
+        "rl_config.filter_groups_metric", "rewards", "nor in verifier_function", "did you mean reward?",
+    ),
     "rollout_memory_key_fits_device": (
         ["generate_config.cpu_kv_cache_gib=2"],
         "generate_config.cpu_kv_cache_gib", 2, "device = 'npu'", "gpu_memory_utilization",

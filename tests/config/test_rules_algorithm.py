@@ -5,6 +5,7 @@ from algorithm_examples import CLIP_HIGHER, PPO
 
 from mindspeed_rl.common.errors import ConfigError, Violation
 from mindspeed_rl.config.compose import load_config
+from mindspeed_rl.config.layout import tokens_may_be_stale
 
 BASE = "grpo_trainer_qwen25_7b"
 DYNAMIC = [
@@ -45,6 +46,8 @@ def violations_of(*overrides: str) -> list[Violation]:
         (["clip_ratio_high=0.1"], "clip_ratio_high", "clip_higher_enable = False"),
         (["overlong_buffer=64"], "overlong_buffer", "overlong_buffer_enable = False"),
         (["overlong_buffer_penalty_factor=2"], "overlong_buffer_penalty_factor", "overlong_buffer_enable = False"),
+        (["filter_groups_metric=acc"], "filter_groups_metric", "filter_groups_enable = False"),
+        (["filter_groups_max_batches=2"], "filter_groups_max_batches", "filter_groups_enable = False"),
         (["rollout_is=all", "rollout_is_threshold_lower=0.1"], "rollout_is_threshold_lower", "rollout_is_mode"),
         (["rollout_is=off", "rollout_is_level=sequence"], "rollout_is_level", "weighs no token"),
         (["rollout_is_mode=mask"], "rollout_is_mode", "staleness = 0"),
@@ -94,3 +97,24 @@ def test_a_critic_needs_its_stage_and_a_stage_its_critic():
     (violation,) = violations_of("critic_config.lr=1e-5")
     assert violation.path == "critic_config.lr"
     assert "has no critic" in violation.message
+
+
+def test_filtered_groups_are_carried_to_the_next_iteration_which_must_not_have_begun():
+    separate = ["rl_config.use_integrated_worker=false", "rl_config.rollout_resource={num_npus: 4}"]
+    kept = [
+        f"generate_config.offload_{p}=false" for p in ("train_optimizer", "train_grad", "train_param", "reference")
+    ]
+    enable = ["rl_config.filter_groups_enable=true", "rl_config.staleness=1", "rl_config.blocking=false"]
+    (violation,) = violations_of(*separate, *kept, *enable)
+    assert violation.path == "rl_config.filter_groups_enable"
+    assert "staleness = 1" in violation.message
+
+
+def test_surplus_groups_are_of_an_older_policy():
+    """So their versions and log-probs are kept, and importance weights shape their losses."""
+    enable = ["rl_config.filter_groups_enable=true", "rl_config.filter_groups_metric=acc"]
+    verifiers = ["rl_config.verifier_function=[acc,format]", "rl_config.verifier_weight=[1.0,0.5]"]
+    cfg, _ = load_config(BASE, [*enable, *verifiers, "rl_config.rollout_is_level=sequence"])
+    assert tokens_may_be_stale(cfg)
+    (violation,) = violations_of(*enable, *verifiers, "generate_config.sampling_config.logprobs=false")
+    assert violation.path == "rl_config.rollout_is"

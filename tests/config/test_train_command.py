@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from cli import train_dapo, train_ppo
 from cli.train_grpo import main
-from cli.train_ppo import main as train_ppo
 from mindspeed_rl.common.errors import DataError
 from mindspeed_rl.config.compose import load_config
 
@@ -53,13 +53,19 @@ def test_dry_run_of_the_7b_configuration_imports_nothing_heavy():
         assert part in result.stdout
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "configs" / "grpo").glob("*.yaml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*po/*.yaml")), ids=lambda path: path.stem)
 def test_dry_run_of_every_shipped_configuration(path, capsys):
-    command = train_ppo if "stage: ray_ppo" in path.read_text() else main
+    command = {"grpo": main, "dapo": train_dapo.main, "ppo": train_ppo.main}[path.parent.name]
     assert command(["--config-name", path.stem, "--dry-run"]) == 0
     output = capsys.readouterr().out
     assert "Memory per device" in output
     assert "Configuration is valid" in output
+
+
+def test_a_dry_run_says_how_much_dynamic_sampling_may_generate(capsys):
+    assert train_dapo.main(["--config-name", "dapo_trainer_tiny_cpu", "--dry-run"]) == 0
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "prompts generated at most" in line]
+    assert "96" in line, "3 x 32"
 
 
 def test_trace_is_a_switch_of_the_command_line(capsys):
@@ -100,6 +106,20 @@ def test_dry_run_without_the_checkpoint_of_model_auto(capsys):
     assert "No memory estimate" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("command", "name", "stage", "right"),
+    [
+        (main, "dapo_trainer_tiny_cpu", "ray_dapo", "train_dapo"),
+        (train_dapo.main, "grpo_trainer_tiny_cpu", "ray_grpo", "train_grpo"),
+    ],
+)
+def test_a_configuration_is_for_one_command(command, name, stage, right, capsys):
+    assert command(["--config-name", name, "--dry-run"]) == 2
+    assert f"megatron_training.stage = '{stage}': is for cli/{right}.py" in capsys.readouterr().err
+    other = {"ray_dapo": "ray_grpo", "ray_grpo": "ray_dapo"}[stage]
+    assert command(["--config-name", name, "--dry-run", f"megatron_training.stage={other}"]) == 0
+
+
 def test_the_name_of_a_configuration_is_required(capsys):
     with pytest.raises(SystemExit) as caught:
         main(["--dry-run"])
@@ -121,12 +141,3 @@ def test_documentation_is_up_to_date():
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     assert module.TARGET.read_text(encoding="utf-8") == module.render(), "run python ci/generate_config_docs.py"
-
-
-@pytest.mark.parametrize(
-    ("command", "name", "right"),
-    [(main, "ppo_trainer_tiny_cpu", "cli/train_ppo.py"), (train_ppo, "grpo_trainer_tiny_cpu", "cli/train_grpo.py")],
-)
-def test_a_configuration_of_another_command_names_that(command, name, right, capsys):
-    assert command(["--config-name", name, "--dry-run"]) == 2
-    assert right in capsys.readouterr().err

@@ -24,6 +24,9 @@ import math, os, time
 def overlap(prompt, response, label, **extra):
     return sum(c.isdigit() for c in response) / 8 + float(label in response)
 
+def partly(prompt, response, label, **extra):
+    return 0.5 if prompt.startswith("0") else overlap(prompt, response, label)
+
 def faulty(prompt, response, label, **extra):
     if prompt == "0+0=":
         return math.nan

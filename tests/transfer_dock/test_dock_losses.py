@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from mindspeed_rl.common.errors import DockError
+from mindspeed_rl.transfer_dock.arrays import as_rows
 from mindspeed_rl.transfer_dock.spec import NOT_YET, ColumnSpec, ConsumerSpec, DockSpec
-from mindspeed_rl.transfer_dock.table import DockTable, as_rows
+from mindspeed_rl.transfer_dock.table import DockTable
 
 STAGES = ("make", "join", "late", "final", "watch")
 LEASE = 10.0

@@ -10,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mindspeed_rl.common.errors import DockError, DockTimeout
+from mindspeed_rl.transfer_dock.arrays import as_rows
 from mindspeed_rl.transfer_dock.selection import SelectionState
 from mindspeed_rl.transfer_dock.spec import NOT_YET, ColumnSpec, ConsumerSpec, DockSpec, Selection
-from mindspeed_rl.transfer_dock.table import DockTable, as_rows
+from mindspeed_rl.transfer_dock.table import DockTable
 
 COLUMNS = {
     "prompt": ColumnSpec("int64"),

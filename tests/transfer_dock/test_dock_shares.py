@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mindspeed_rl.common.errors import DockError, DockTimeout
+from mindspeed_rl.transfer_dock.arrays import as_rows
 from mindspeed_rl.transfer_dock.spec import NOT_YET, ColumnSpec, ConsumerSpec, DockSpec
-from mindspeed_rl.transfer_dock.table import DockTable, as_rows
+from mindspeed_rl.transfer_dock.table import DockTable
 
 
 def longest_first(lengths, parts):

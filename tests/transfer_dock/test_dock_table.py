@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from mindspeed_rl.common.errors import DockError
+from mindspeed_rl.transfer_dock.arrays import as_rows
 from mindspeed_rl.transfer_dock.queues import owners
 from mindspeed_rl.transfer_dock.spec import NOT_YET, ColumnSpec, ConsumerSpec, DockSpec, Selection
-from mindspeed_rl.transfer_dock.table import DockTable, as_rows
+from mindspeed_rl.transfer_dock.table import DockTable
 
 LEASE = 10.0
 COLUMNS = ("a", "b", "c")
