@@ -35,8 +35,8 @@ INTRODUCTION = """\
 
 A run is one YAML file with the sections below. `--config-name NAME` finds `NAME.yaml` in the folder given with
 `--config-dir`, then in `configs/grpo`, `configs/dapo`, `configs/ppo` and `configs`; `key.path=value` on the command
-line changes single keys. `--cfg job` prints the composed configuration, `--dry-run` also what follows from it, without
-touching a device.
+line changes single keys. `--cfg job` prints the composed configuration, `--dry-run` also what follows from it,
+without touching a device.
 
 Unknown keys, wrong types and broken rules are reported all at once, and the command exits with code 2. A key that is
 known but whose effect is not built yet is refused by name; no key is accepted and ignored.

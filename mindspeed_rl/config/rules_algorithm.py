@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from mindspeed_rl.common.errors import Violation
+from mindspeed_rl.config.algorithm import ADV_ESTIMATORS, KL_PENALTIES, LOSS_TYPES
 from mindspeed_rl.config.layout import tokens_may_be_stale
 from mindspeed_rl.config.rule import Found, nearest, rule
-from mindspeed_rl.config.schema import ADV_ESTIMATORS, KL_PENALTIES, LOSS_TYPES, Config, RLConfig
+from mindspeed_rl.config.schema import Config, RLConfig
 
 MAX_RELATIVE_ERROR = 0.2  # of the adaptive KL controller
 _CLIPPING = ("ppo", "gspo", "cispo", "gmpo", "clip_cov")

@@ -9,60 +9,23 @@ Unknown keys are refused; nothing here is accepted and ignored.
 from __future__ import annotations
 
 from functools import cached_property
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
-from pydantic import (
-    AliasChoices,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    ValidationInfo,
-    field_validator,
-    model_validator,
-)
+from pydantic import AliasChoices, Field, model_validator
 
+from mindspeed_rl.config.algorithm import AlgorithmConfig
 from mindspeed_rl.config.model import ModelConfig
-
-Count = Annotated[int, Field(ge=1, strict=True)]
-NonNegative = Annotated[float, Field(ge=0)]
-Positive = Annotated[float, Field(gt=0)]
-Share = Annotated[float, Field(gt=0, le=1)]
-Fraction = Annotated[float, Field(ge=0, le=1)]
-Decay = Annotated[float, Field(ge=0, lt=1)]
-Minutes = Annotated[float, Field(gt=0, le=100_000)]  # Python can wait no longer than some hundred years
-Switch = Annotated[bool, Field(strict=True)]
-Layers = Annotated[tuple[Annotated[int, Field(ge=0)], ...], BeforeValidator(lambda value: _split(value))]
-
-
-def _split(value: Any) -> Any:
-    """`7,9` as [7, 9], and one number as a list of one."""
-    if isinstance(value, str):
-        return value.split(",")
-    return [value] if isinstance(value, int) and not isinstance(value, bool) else value
-
-
-class Section(BaseModel):
-    """Base of all sections: no unknown keys, immutable after validation; numbers are finite and no truth values."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, populate_by_name=True)
-
-    @field_validator("*", mode="before")
-    @classmethod
-    def _no_truth_value_for_a_number(cls, value: Any, info: ValidationInfo) -> Any:
-        """Pydantic would take `true` for 1."""
-        types = _types_in(cls.model_fields[info.field_name or ""].annotation)
-        if types & {int, float} and bool not in types:
-            given = value if isinstance(value, list) else [value]
-            if any(isinstance(item, bool) for item in given):
-                raise ValueError("should be a number, not a truth value")
-        return value
-
-
-def _types_in(annotation: Any) -> set[Any]:
-    """A type, or those of a union or list."""
-    parts = get_args(annotation)
-    return set().union(*map(_types_in, parts)) if parts else {annotation}
+from mindspeed_rl.config.section import (
+    Count,
+    Decay,
+    Fraction,
+    Layers,
+    Minutes,
+    NonNegative,
+    Positive,
+    Section,
+    Switch,
+)
 
 
 class MegatronConfig(Section):
@@ -205,23 +168,8 @@ class CustomRewardConfig(Section):
     name: str = Field("compute_score", description="name of the function in it")
 
 
-ADV_ESTIMATORS = (
-    "group_norm",
-    "grpo",
-    "grpo_passk",
-    "rloo",
-    "opo",
-    "gpg",
-    "reinforce_plus_plus",
-    "reinforce_plus_plus_baseline",
-    "gae",
-)
-LOSS_TYPES = ("ppo", "gspo", "cispo", "sapo", "gmpo", "clip_cov", "kl_cov")
-KL_PENALTIES = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
-
-
-class RLConfig(Section):
-    """Keys of `rl_config`."""
+class RLConfig(AlgorithmConfig):
+    """Keys of `rl_config`, those of the algorithm apart."""
 
     use_integrated_worker: Switch = Field(
         True, description="actor, reference and rollout share each device; false: rollout has devices of its own"
@@ -235,82 +183,6 @@ class RLConfig(Section):
     shuffle_mini_batch: Switch = Field(
         False, description="shuffle the iteration's prompts into mini-batches; needs guarantee_order"
     )
-    # algorithm
-    adv_estimator: str = Field("group_norm", description=f"advantage estimator: {', '.join(ADV_ESTIMATORS)}")
-    norm_adv_by_std: Switch = Field(
-        True, description="group_norm and grpo_passk: divide by the group's deviation; false: Dr. GRPO"
-    )
-    gamma: Fraction = Field(1.0, description="reward discount factor of reinforce_plus_plus and gae")
-    lam: Fraction = Field(0.95, description="lambda of gae")
-    cliprange_value: Positive = Field(
-        0.5, description="gae: a value's loss does not fall by moving it further than this from the old one"
-    )
-    critic_warmup: Annotated[int, Field(ge=0)] = Field(
-        0, description="gae: first iterations, in which the critic trains alone"
-    )
-    loss_type: str = Field("ppo", description=f"policy loss: {', '.join(LOSS_TYPES)}")
-    clip_ratio: Annotated[float, Field(gt=0, le=1)] = Field(0.2, description="policy ratio is clipped to 1 ± this")
-    clip_higher_enable: Switch = Field(False, description="clip to 1 − clip_ratio_low … 1 + clip_ratio_high")
-    clip_ratio_low: Annotated[float, Field(gt=0, le=1)] | None = Field(
-        None, description="with `clip_higher_enable`: how far the ratio may fall"
-    )
-    clip_ratio_high: Positive | None = Field(
-        None, description="with `clip_higher_enable`: how far the ratio may rise"
-    )
-    clip_ratio_c: Annotated[float, Field(gt=1)] | None = Field(
-        None, description="ppo: where the advantage A is negative, the loss is at most -A times this (dual clip)"
-    )
-    sapo_tau_pos: Positive = Field(1.0, description="sapo: temperature of the gate for positive advantages")
-    sapo_tau_neg: Positive = Field(1.05, description="sapo: temperature of the gate for others")
-    clip_cov_ratio: Share = Field(0.0002, description="clip_cov: share of the tokens that do not train")
-    clip_cov_lb: float = Field(1.0, description="clip_cov: smallest covariance of such a token")
-    clip_cov_ub: float = Field(5.0, description="clip_cov: largest covariance of such a token")
-    kl_cov_ratio: Share = Field(0.0002, description="kl_cov: share of the tokens that are held back")
-    kl_cov_coef: Positive = Field(1.0, description="kl_cov: weight of the KL that holds them back")
-    early_stop_imp_ratio: Annotated[float, Field(gt=1)] | None = Field(
-        None,
-        description="an update in which the mean policy ratio is above this is not made, nor any later one of the "
-        "iteration",
-    )
-    kl_penalty: str = Field(
-        "low_var_kl",
-        description=f"estimator of the KL divergence to the reference: {', '.join(KL_PENALTIES)}; with + behind its "
-        "name, as a loss, it has the gradient of k2",
-    )
-    use_kl_in_reward: Switch = Field(False, description="KL is taken off the tokens' rewards, not added to the loss")
-    kl_ctrl_type: Literal["fixed", "adaptive"] = Field("fixed", description="controller of the KL coefficient")
-    init_kl_coef: NonNegative = Field(0.001, description="(initial) KL coefficient; 0: no reference model is kept")
-    kl_target: Positive = Field(0.1, description="target KL of the adaptive controller")
-    kl_horizon: Positive = Field(10000, description="horizon, in sequences, of the controller")
-    custom_algorithm_file: str | None = Field(
-        None, description="Python file that registers further estimators or losses (docs/algorithms.md)"
-    )
-    recompute_logprobs: Switch = Field(
-        True,
-        description="log-probs before the update by the training engine; false: those that rollout reported",
-    )
-    rollout_is: Literal["off", "stale", "all"] = Field(
-        "stale",
-        description="tokens whose policy loss is weighted by their probability in training over that in rollout: "
-        "none; those that an older policy than the one being trained has sampled; all",
-    )
-    rollout_is_level: Literal["token", "sequence", "geometric"] = Field(
-        "token", description="weights of tokens, of whole sequences (product), or of sequences by the geometric mean"
-    )
-    rollout_is_mode: Literal["truncate", "mask"] = Field(
-        "truncate", description="weights beyond the threshold become it, or their tokens do not train"
-    )
-    rollout_is_threshold: Annotated[float, Field(gt=1)] = Field(2.0, description="largest importance weight")
-    rollout_is_threshold_lower: Annotated[float, Field(ge=0, le=1)] | None = Field(
-        None, description="mask: smallest importance weight; null: 1 / rollout_is_threshold"
-    )
-    rollout_is_veto_threshold: Annotated[float, Field(gt=0, lt=1)] | None = Field(
-        None, description="sequences with a token whose own weight is below this do not train; null: none"
-    )
-    loss_agg_mode: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"] = (
-        Field("token-mean", description="how token losses become one number; counts are of the global mini-batch")
-    )
-    entropy_coeff: float = Field(0.0, description="weight of the entropy bonus")
     epochs: Count = Field(1, description="passes over an iteration's samples")
     mini_batch_size: Count = Field(32, description="prompts per optimizer step")
     n_samples_per_prompt: Count = Field(8, description="responses generated for each prompt (the group)")

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from mindspeed_rl.algorithms.advantages import ADVANTAGES, backward_scan, compute_advantages, needs_whole_batch
-from mindspeed_rl.config.schema import ADV_ESTIMATORS, RLConfig
+from mindspeed_rl.config.algorithm import ADV_ESTIMATORS
+from mindspeed_rl.config.schema import RLConfig
 
 CFG = RLConfig()
 

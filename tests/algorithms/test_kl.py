@@ -12,7 +12,8 @@ from mindspeed_rl.algorithms.kl import (
     FixedKLController,
     make_kl_controller,
 )
-from mindspeed_rl.config.schema import KL_PENALTIES, RLConfig
+from mindspeed_rl.config.algorithm import KL_PENALTIES
+from mindspeed_rl.config.schema import RLConfig
 
 # name -> value and derivative by ℓ, in float64 from ℓ and ℓr, away from the clamps
 TEXTBOOK = {

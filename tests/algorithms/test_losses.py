@@ -11,7 +11,8 @@ from mindspeed_rl.algorithms.covariance import Collectives, select_tokens, token
 from mindspeed_rl.algorithms.losses import POLICY_LOSSES, PolicyBatch, clipped_surrogate
 from mindspeed_rl.algorithms.policy_objective import PolicyObjective
 from mindspeed_rl.common.metric import MetricSet
-from mindspeed_rl.config.schema import LOSS_TYPES, RLConfig
+from mindspeed_rl.config.algorithm import LOSS_TYPES
+from mindspeed_rl.config.schema import RLConfig
 from mindspeed_rl.metrics.names import METRICS
 
 MODES = ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
