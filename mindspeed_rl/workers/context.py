@@ -43,10 +43,10 @@ class Source:
 
     hf_folder: str  # configuration and tokenizer files in Hugging Face form
     weights: str  # Hugging Face folder or checkpoint folder: start of actor and reference
-    critic_weights: str | None = None  # the same for the critic's start, if it differs
     state: str | None = None  # checkpoint whose actor, optimizer and RNG the run goes on from
     load_optim: bool = True
     load_rng: bool = True
+    critic_weights: str | None = None  # what the critic starts from, if not from `weights`
 
 
 @dataclass(frozen=True)

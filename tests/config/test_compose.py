@@ -247,7 +247,11 @@ def test_devices_overridden_under_both_names_are_refused(order):
     ("override", "path", "parts"),
     [
         ("actor_config.lrr=1", "actor_config.lrr", ["unknown key", "did you mean actor_config.lr?"]),
-        ("rl_config.lr=1", "rl_config.lr", ["did you mean megatron_training.lr or actor_config.lr?"]),
+        (
+            "rl_config.lr=1",
+            "rl_config.lr",
+            ["did you mean megatron_training.lr or actor_config.lr or critic_config.lr?"],
+        ),
         (
             "rl_config.max_token=1",
             "rl_config.max_token",

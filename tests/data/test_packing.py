@@ -1,7 +1,7 @@
 """Partition and packing against brute force on small cases, and their promises on random ones."""
 
 import itertools
-import time
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from mindspeed_rl.config.compose import load_config
 from mindspeed_rl.config.files import resolve_model
+from mindspeed_rl.data import packing
 from mindspeed_rl.data.packing import (
     balanced_partition,
     fixed_micro_batches,
@@ -109,12 +110,10 @@ def test_partition_by_hand():
     assert balanced_partition([], 2) == [[], []]
 
 
-def test_partition_of_many_is_fast_and_close_to_perfect():
+def test_partition_of_many_is_close_to_perfect():
     lengths = np.clip(np.random.default_rng(0).lognormal(6.5, 0.9, 16384), 16, 8192).astype(int).tolist()
     for parts in (8, 64):
-        start = time.perf_counter()
         found = balanced_partition(lengths, parts)
-        assert time.perf_counter() - start < 1
         assert imbalance(lengths, found) < 1.001
         assert {len(part) for part in found} == {16384 // parts}
 
@@ -129,11 +128,16 @@ def test_a_few_long_sequences_among_short_ones_are_made_up_for():
 
 
 @pytest.mark.parametrize("parts", [1, 512, 4096, 16384])
-def test_work_is_bounded_for_any_number_of_parts(parts):
+def test_work_is_bounded_for_any_number_of_parts(parts, monkeypatch):
+    """Counted, not timed: joins of two parts, and pairs of parts that a swap was looked for between."""
+    done = Counter()
+    for name in ("_union", "_best_swap"):
+        plain = getattr(packing, name)
+        monkeypatch.setattr(packing, name, lambda *a, _n=name, _f=plain: done.update([_n]) or _f(*a))
     costs = np.random.default_rng(1).integers(1, 10**6, 16384).tolist()
-    start = time.perf_counter()
     found = balanced_partition(costs, parts)
-    assert time.perf_counter() - start < 3  # under 1 on an idle machine
+    assert done["_union"] <= len(costs)
+    assert done["_best_swap"] <= packing._PAIRS_PER_COST * len(costs) + parts
     assert members(found) == list(range(len(costs)))
 
 
