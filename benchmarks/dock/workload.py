@@ -23,12 +23,13 @@ Columns = dict[str, Any]  # a list of 1-D tensors; for scalars one tensor [rows]
 
 def grpo_spec(shares: int) -> DockSpec:
     """A dock for the stages of a GRPO step; `update` reads every column, as `shares` data-parallel ranks."""
+    scoring = {stage: scoring.column for stage, scoring in SCORING.items() if scoring.column in TENSOR_COLUMNS}
     return DockSpec(
         columns=TENSOR_COLUMNS,
         consumers={
             "rollout": ConsumerSpec(("prompt_ids",), puts=("responses", "rollout_log_probs")),
             "reward": ConsumerSpec(("responses",), puts=("rewards",)),
-            **{stage: ConsumerSpec(SEQUENCES, shares, puts=(scoring.column,)) for stage, scoring in SCORING.items()},
+            **{stage: ConsumerSpec(SEQUENCES, shares, puts=(column,)) for stage, column in scoring.items()},
             "advantage": ConsumerSpec(("rewards", "responses"), grouped=True, puts=("advantages", "loss_mask")),
             "update": ConsumerSpec(tuple(TENSOR_COLUMNS), shares),
         },
