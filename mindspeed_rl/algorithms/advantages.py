@@ -53,9 +53,13 @@ class AdvantageInputs:
         found = torch.where(self.valid, values, torch.inf)
         return smallest.scatter_reduce(0, self.groups, found, "amin")[self.groups]
 
+    def shifted(self) -> Tensor:
+        """R less the smallest of the group, [B]: of equal rewards, 0 and not what rounding leaves."""
+        return torch.where(self.valid, self.rewards - self.group_min(self.rewards), 0.0)
+
     def centred(self) -> Tensor:
-        """R − μ, [B]: exactly 0 for equal rewards, as the group's smallest one is taken off first."""
-        shifted = torch.where(self.valid, self.rewards - self.group_min(self.rewards), 0.0)
+        """R − μ, [B]: exactly 0 for equal rewards."""
+        shifted = self.shifted()
         mean = self.group_sum(shifted)[self.groups] / self.group_sizes.clamp(min=1)
         return torch.where(self.valid, shifted - mean, 0.0)
 
@@ -215,8 +219,7 @@ def opo(inputs: AdvantageInputs, cfg: RLConfig) -> Tensor:
 
     A group of one: R. Lengths are those of the responses; of empty ones alone: R − μ.
     """
-    lengths, lowest = inputs.response_lengths.double(), inputs.group_min(inputs.rewards)
-    shifted = torch.where(inputs.valid, inputs.rewards - lowest, 0.0)
+    lengths, shifted = inputs.response_lengths.double(), inputs.shifted()
     total = inputs.group_sum(lengths)[inputs.groups]
     baseline = inputs.group_sum(lengths * shifted)[inputs.groups] / total.clamp(min=1)
     advantages = torch.where(total > 0, shifted - baseline, inputs.centred())

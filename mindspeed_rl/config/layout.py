@@ -224,6 +224,11 @@ def prompts_in_generation(cfg: Config) -> int:
     )
 
 
+def uses_critic(cfg: Config) -> bool:
+    """True if advantages need values."""
+    return cfg.rl_config.adv_estimator == "gae"
+
+
 def tokens_may_be_stale(cfg: Config) -> bool:
     """True if tokens may be of an older policy than the one that is trained on them."""
     rl = cfg.rl_config

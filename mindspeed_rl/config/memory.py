@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mindspeed_rl.config.layout import Layout, pipeline_chunks
+from mindspeed_rl.config.layout import Layout, pipeline_chunks, uses_critic
 from mindspeed_rl.config.model import ModelConfig
 from mindspeed_rl.config.schema import Config
 
@@ -62,7 +62,7 @@ def estimate_memory(cfg: Config, model: ModelConfig, layout: Layout) -> MemoryEs
     state_bytes = 12 if actor.bf16 else 8
     optimizer = (parameters - experts) * state_bytes // shards + experts * state_bytes // expert_shards
     reference = weights if rl.init_kl_coef > 0 else 0
-    models = 2 if rl.adv_estimator == "gae" else 1
+    models = 2 if uses_critic(cfg) else 1
     shared = (
         (0 if generate.offload_train_param else models * weights)
         + (0 if generate.offload_train_grad else models * gradients)
@@ -128,7 +128,7 @@ def micro_batch_tokens(cfg: Config, layout: Layout) -> int:
     The cap of a micro-batch, or a fixed number of sequences of full length, divided by context parallelism.
     """
     mini_batch = layout.sequences_per_mini_batch_per_rank * cfg.actor.seq_length
-    models = (cfg.actor, cfg.critic) if cfg.rl_config.adv_estimator == "gae" else (cfg.actor,)
+    models = (cfg.actor, cfg.critic) if uses_critic(cfg) else (cfg.actor,)
     fixed = max(model.micro_batch_size for model in models) * cfg.actor.seq_length
     return -(-min(cfg.rl_config.max_packing_token_size or fixed, mini_batch) // layout.cp)
 

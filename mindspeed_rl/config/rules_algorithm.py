@@ -7,7 +7,7 @@ from typing import Any
 
 from mindspeed_rl.common.errors import Violation
 from mindspeed_rl.config.algorithm import ADV_ESTIMATORS, KL_PENALTIES, LOSS_TYPES
-from mindspeed_rl.config.layout import tokens_may_be_stale
+from mindspeed_rl.config.layout import tokens_may_be_stale, uses_critic
 from mindspeed_rl.config.rule import Found, nearest, rule
 from mindspeed_rl.config.schema import Config, RLConfig
 
@@ -167,7 +167,7 @@ def kl_in_reward_has_a_weight_and_no_gradient(cfg: Config) -> Found:
 @rule("actor.stage", "rl_config.adv_estimator")
 def stage_has_its_critic(cfg: Config) -> Found:
     stage, estimator = cfg.actor.stage, cfg.rl_config.adv_estimator
-    if (stage == "ray_ppo") != (estimator == "gae"):
+    if (stage == "ray_ppo") != uses_critic(cfg):
         message = (
             f"stage = {stage!r} {'has a critic, for gae' if stage == 'ray_ppo' else 'has no critic, as gae needs'}"
         )

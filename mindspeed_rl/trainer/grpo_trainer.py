@@ -15,6 +15,7 @@ import torch
 
 from mindspeed_rl.algorithms.kl import make_kl_controller
 from mindspeed_rl.checkpoint.state import CheckpointReader
+from mindspeed_rl.config.layout import uses_critic
 from mindspeed_rl.config.schema import Config
 from mindspeed_rl.data.sampler import permutation
 from mindspeed_rl.metrics.loggers import MetricLogger
@@ -25,7 +26,7 @@ from mindspeed_rl.trainer.trace import Trace
 from mindspeed_rl.transfer_dock.spec import TransferDock
 from mindspeed_rl.workers.fleet import Fleet
 from mindspeed_rl.workers.group import Call
-from mindspeed_rl.workers.stages import selection, uses_critic
+from mindspeed_rl.workers.stages import selection
 
 DOCK = "dock.pkl"  # file of a checkpoint: responses that are not trained on yet, as a pickled `DockSnapshot`
 

@@ -19,7 +19,7 @@ from mindspeed_rl.checkpoint.hf import HFWeights, is_hf_folder
 from mindspeed_rl.checkpoint.state import CheckpointReader, CheckpointStore
 from mindspeed_rl.common.errors import CheckpointError, ConfigError, Violation
 from mindspeed_rl.config.files import HF_FOLDER, actor_path, resolve_model
-from mindspeed_rl.config.layout import Layout, derive_layout
+from mindspeed_rl.config.layout import Layout, derive_layout, uses_critic
 from mindspeed_rl.config.model import ModelConfig
 from mindspeed_rl.config.schema import Config, RLConfig
 from mindspeed_rl.data.prompts import PromptDataset, load_prompts
@@ -29,7 +29,6 @@ from mindspeed_rl.resharding.names import check_hf_names
 from mindspeed_rl.resharding.tables import VALUE_HEAD_NAME
 from mindspeed_rl.rewards.manager import RewardManager
 from mindspeed_rl.workers.context import Source
-from mindspeed_rl.workers.stages import uses_critic
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import Any
 from mindspeed_rl.common.metric import Metric, MetricSet
 from mindspeed_rl.common.timing import Timings
 from mindspeed_rl.common.timing import stage_seconds as by_stage
-from mindspeed_rl.config.layout import Layout
+from mindspeed_rl.config.layout import Layout, uses_critic
 from mindspeed_rl.config.model import ModelConfig
 from mindspeed_rl.config.schema import Config
 from mindspeed_rl.metrics.names import with_aliases
@@ -16,7 +16,6 @@ from mindspeed_rl.metrics.throughput import model_flops_utilisation, stage_secon
 from mindspeed_rl.trainer.trace import Trace
 from mindspeed_rl.workers.context import WorkerReport
 from mindspeed_rl.workers.reward_worker import RewardReport
-from mindspeed_rl.workers.stages import uses_critic
 
 REWARD = -1  # stands for the reward worker where others have a rank
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from mindspeed_rl.algorithms.covariance import COV_LOSSES
 from mindspeed_rl.config.files import resolve_model
-from mindspeed_rl.config.layout import Layout, tokens_may_be_stale
+from mindspeed_rl.config.layout import Layout, tokens_may_be_stale, uses_critic
 from mindspeed_rl.config.model import ModelConfig
 from mindspeed_rl.config.schema import Config
 from mindspeed_rl.data.packing import balanced_partition, sequence_costs
@@ -51,11 +51,6 @@ SCORING = {
     "old_log_prob": ScoringStage("old_log_probs", "old_log_p"),
     "value": ScoringStage("values", "values"),
 }
-
-
-def uses_critic(config: Config) -> bool:
-    """True if advantages need values."""
-    return config.rl_config.adv_estimator == "gae"
 
 
 def uses_reference(config: Config) -> bool:

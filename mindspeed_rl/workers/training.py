@@ -21,6 +21,7 @@ from mindspeed_rl.checkpoint.state import CheckpointReader, CheckpointStore
 from mindspeed_rl.checkpoint.tensors import StoredTensors
 from mindspeed_rl.common.metric import MetricSet
 from mindspeed_rl.common.timing import Timings
+from mindspeed_rl.config.layout import uses_critic
 from mindspeed_rl.config.model import ModelConfig
 from mindspeed_rl.data.packing import fixed_micro_batches, micro_batches, sequence_costs
 from mindspeed_rl.resharding.layout import RolloutLayout
@@ -28,7 +29,7 @@ from mindspeed_rl.transfer_dock.spec import Claim
 from mindspeed_rl.types import Denominators, RolloutBatch
 from mindspeed_rl.workers.context import Context, Source
 from mindspeed_rl.workers.control import ControlGroup
-from mindspeed_rl.workers.stages import SCORING, old_log_probs_column, uses_critic, uses_reference
+from mindspeed_rl.workers.stages import SCORING, old_log_probs_column, uses_reference
 
 if TYPE_CHECKING:
     from mindspeed_rl.engine.base import TrainingEngine

@@ -3,12 +3,10 @@
 import pytest
 from algorithm_examples import ALGORITHM_EXAMPLES, CLIP_HIGHER, PPO
 from expert_examples import EXPERT_EXAMPLES
+from violations import BASE, DYNAMIC, violations_of
 
-from mindspeed_rl.common.errors import ConfigError, Violation
 from mindspeed_rl.config.compose import load_config
 from mindspeed_rl.config.rules import RULES, check
-
-BASE = "grpo_trainer_qwen25_7b"  # 8 devices, TP 4, DP 2, rollout TP 4; 28 heads, 4 groups, 28 layers
 
 # rollout on 4 further devices
 SEPARATE = [
@@ -23,13 +21,6 @@ SEPARATE = [
 RING = ["actor_config.context_parallel_size=2", "actor_config.context_parallel_algo=megatron_cp_algo"]
 
 # micro-batches by tokens, and none of the sizes that the preset sets
-DYNAMIC = [
-    "rl_config.use_dynamic_bsz=true",
-    "rl_config.max_packing_token_size=8192",
-    "~actor_config.micro_batch_size",
-    "~rl_config.actor_forward_micro_batch_size",
-    "~rl_config.ref_forward_micro_batch_size",
-]
 
 # rule -> (overrides, key path, value, part of the message, part of the suggestion)
 EXAMPLES = {
@@ -252,12 +243,6 @@ EXAMPLES = {
     **EXPERT_EXAMPLES,
     **ALGORITHM_EXAMPLES,
 }  # fmt: skip
-
-
-def violations_of(*overrides: str, name: str = BASE) -> list[Violation]:
-    with pytest.raises(ConfigError) as caught:
-        load_config(name, overrides)
-    return caught.value.violations
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)

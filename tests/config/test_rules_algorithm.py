@@ -2,25 +2,10 @@
 
 import pytest
 from algorithm_examples import CLIP_HIGHER, PPO
+from violations import BASE, DYNAMIC, violations_of
 
-from mindspeed_rl.common.errors import ConfigError, Violation
 from mindspeed_rl.config.compose import load_config
 from mindspeed_rl.config.layout import tokens_may_be_stale
-
-BASE = "grpo_trainer_qwen25_7b"
-DYNAMIC = [
-    "rl_config.use_dynamic_bsz=true",
-    "rl_config.max_packing_token_size=8192",
-    "~actor_config.micro_batch_size",
-    "~rl_config.actor_forward_micro_batch_size",
-    "~rl_config.ref_forward_micro_batch_size",
-]
-
-
-def violations_of(*overrides: str) -> list[Violation]:
-    with pytest.raises(ConfigError) as caught:
-        load_config(BASE, overrides)
-    return caught.value.violations
 
 
 @pytest.mark.parametrize(
