@@ -10,7 +10,7 @@ import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -22,6 +22,7 @@ from mindspeed_rl.transfer_dock.jagged import Jagged
 from mindspeed_rl.transfer_dock.spec import ColumnSpec, DockSpec
 
 _TORCH_DTYPES = {"int64": torch.int64, "float32": torch.float32}
+_ALIGNMENT = 64  # bytes: a cache line
 _DTYPE, _IS_CPU = attrgetter("dtype"), attrgetter("is_cpu")
 
 
@@ -51,9 +52,21 @@ class Values:
 
 @dataclass(frozen=True, eq=False)
 class Payload:
-    """The values of one put, by column; equal to itself only."""
+    """The values of one put, by column; equal to itself only.
+
+    memory: uint8 in which the values of columns lie that came row by row. It is pickled as one buffer, which Ray
+        copies faster than one for each column.
+    """
 
     columns: dict[str, Values]
+    memory: np.ndarray
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        columns = {
+            name: (_place(values.flat, self.memory), values.lengths, values.pieces)
+            for name, values in self.columns.items()
+        }
+        return _restored, (self.memory, columns)
 
     @property
     def nbytes(self) -> int:
@@ -65,24 +78,40 @@ class Payload:
         return {name: self.columns[name].row_lengths for name in spec.balancing if name in self.columns}
 
 
+def _place(array: np.ndarray, memory: np.ndarray) -> np.ndarray | tuple[np.dtype, int, int]:
+    """An array that lies in `memory` as its dtype, and where in it; any other array as it is."""
+    start = array.ctypes.data - memory.ctypes.data
+    return (array.dtype, start, start + array.nbytes) if 0 <= start < memory.nbytes else array
+
+
+def _restored(memory: np.ndarray, columns: Mapping[str, tuple[Any, Any, Any]]) -> Payload:
+    found = {}
+    for name, (flat, lengths, pieces) in columns.items():
+        if isinstance(flat, tuple):
+            dtype, start, stop = flat
+            flat = memory[start:stop].view(dtype)
+        found[name] = Values(flat, lengths, pieces)
+    return Payload(found, memory)
+
+
 class Scratch:
     """Memory that is used again for every payload: touching fresh pages would cost more than the copy itself.
 
     For payloads that are copied on (into Ray's object store) before the next one is packed, or a value changes. A
-    column of more than `limit` bytes gets memory of its own.
+    payload of more than `limit` bytes gets memory of its own.
     """
 
-    def __init__(self, limit: int = 256 << 20):
+    def __init__(self, limit: int = 1 << 30):
         self._limit = limit
-        self._buffers: dict[str, np.ndarray] = {}
+        self._memory = np.empty(0, np.uint8)
 
-    def take(self, column: str, nbytes: int) -> np.ndarray:
+    def take(self, nbytes: int) -> np.ndarray:
         """`nbytes` of memory with whatever is in it."""
         if nbytes > self._limit:
             return np.empty(nbytes, np.uint8)
-        if column not in self._buffers or nbytes > len(self._buffers[column]):
-            self._buffers[column] = np.empty(1 << (nbytes - 1).bit_length(), np.uint8)
-        return self._buffers[column][:nbytes]
+        if nbytes > len(self._memory):
+            self._memory = np.empty(1 << (nbytes - 1).bit_length(), np.uint8)
+        return self._memory[:nbytes]
 
 
 @dataclass
@@ -116,28 +145,39 @@ def pack(
         if len(values) != len(rows):
             raise DockError(f"put: column '{name}' has {len(values)} values for {len(rows)} rows")
         checked[name] = _CHECKS[spec.columns[name].kind](name, spec.columns[name], rows, values)
+    flat, memory = _flatten(spec, checked, scratch)
     shared = Shared()
     return Payload(
         {
             name: Values(
-                _flat(name, spec.columns[name].dtype, column, scratch),
+                flat[name],
                 None if column.lengths is None else shared(column.lengths),
                 None if column.pieces is None else shared(column.pieces),
             )
             for name, column in checked.items()
-        }
+        },
+        memory,
     )
 
 
-def _flat(name: str, dtype: str, column: _Column, scratch: Scratch | None) -> np.ndarray:
-    if isinstance(column.values, torch.Tensor):
-        flat = column.values.detach().cpu().contiguous().numpy()
-        return flat.copy() if scratch is None else flat
-    if scratch is None:
-        return torch.cat(column.values).numpy()
-    assert column.lengths is not None
-    memory = scratch.take(name, int(column.lengths.sum()) * np.dtype(dtype).itemsize).view(dtype)
-    return torch.cat(column.values, out=torch.from_numpy(memory)).numpy()
+def _flatten(
+    spec: DockSpec, columns: Mapping[str, _Column], scratch: Scratch | None
+) -> tuple[dict[str, np.ndarray], np.ndarray]:
+    """Each column's values in one array, and the memory in which those lie that were several tensors."""
+    flat, places, end = dict[str, np.ndarray](), dict[str, slice](), 0
+    for name, column in columns.items():
+        if isinstance(column.values, torch.Tensor):
+            given = column.values.detach().cpu().contiguous().numpy()
+            flat[name] = given.copy() if scratch is None else given
+        else:
+            assert column.lengths is not None
+            places[name] = slice(end, end + int(column.lengths.sum()) * np.dtype(spec.columns[name].dtype).itemsize)
+            end = -(-places[name].stop // _ALIGNMENT) * _ALIGNMENT
+    memory = np.empty(end, np.uint8) if scratch is None else scratch.take(end)
+    for name, place in places.items():
+        flat[name] = memory[place].view(spec.columns[name].dtype)
+        torch.cat(cast("list[torch.Tensor]", columns[name].values), out=torch.from_numpy(flat[name]))
+    return flat, memory
 
 
 def _check_jagged(name: str, column: ColumnSpec, rows: np.ndarray, values: Sequence[Any]) -> _Column:
