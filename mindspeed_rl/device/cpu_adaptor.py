@@ -11,6 +11,7 @@ import functools
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -172,6 +173,10 @@ def _pad_uneven_parts() -> None:
     dist.reduce_scatter = reduce_scatter  # type: ignore[assignment]
 
 
+def _not_compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    return function
+
+
 def redirect_cuda_to_cpu() -> None:
     """Apply all redirections, once in a process; then import megatron and adapt its RNG tracker."""
     if getattr(torch, "_cuda_is_redirected_to_cpu", False):
@@ -182,8 +187,12 @@ def redirect_cuda_to_cpu() -> None:
     _accept_tensor_split_sizes()
     _pad_uneven_parts()
 
-    from megatron.core.tensor_parallel import random as megatron_random
-    from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+    # on its import Megatron wraps small functions for the compiler: loading that takes seconds, and it compiles C++
+    with mock.patch.object(torch, "compile", _not_compiled):
+        from megatron.core import jit
+        from megatron.core.tensor_parallel import random as megatron_random
+        from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+    jit.disable_jit_fuser()
 
     # vLLM replaces torch.cuda.Stream once more, by one that records no events
     MoEAlltoAllTokenDispatcher.cuda_dtoh_stream = _Stream()

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from examples.make_tiny_model import make_tiny_model
+from tests.support.forked import ROOT, run_forked
 
-ROOT = Path(__file__).resolve().parents[2]
 # numbers that must be the same for runs that do the same: what training computed, not how long it took
 TRAINING = re.compile(r"(actor|critic|reward|response_length|prompt_length|rollout)/.*")
 
@@ -79,9 +79,9 @@ def command(inputs: Path, output: Path, *overrides: str) -> list[str]:
 
 def run(inputs: Path, output: Path, *overrides: str, name: str = "run") -> list[dict[str, Any]]:
     """Metrics of every step of a run that must succeed."""
-    arguments = command(inputs, output, *overrides, f"run_name={name}")
-    done = subprocess.run(arguments, capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    script, *arguments = command(inputs, output, *overrides, f"run_name={name}")[1:]
+    said = output / f"{name}.txt"
+    assert run_forked(Path(script).stem, arguments, said) == 0, said.read_text()[-6000:]
     return [json.loads(line) for line in (output / name / "metrics.jsonl").read_text().splitlines()]
 
 
