@@ -31,14 +31,16 @@ ALGORITHMS: dict[str, list[str]] = {
         TWO_UPDATES,
     ],
     "cispo": ["rl_config.loss_type=cispo", TWO_UPDATES],
-    "ppo": [],  # a configuration of its own
+    "ppo": [],
+    "dapo": [],
 }
+OWN_CONFIG = ("ppo", "dapo")
 
 
 def learn(name: str, output: Path, *overrides: str) -> list[float]:
     """Mean reward of every step of a run of an algorithm, which writes to `output`."""
     settings = (f"megatron_training.seed={SEED}", "actor_config.save=null", *ALGORITHMS[name], *overrides)
-    config = "ppo_trainer_tiny_cpu" if name == "ppo" else "grpo_trainer_tiny_cpu"
+    config = f"{name if name in OWN_CONFIG else 'grpo'}_trainer_tiny_cpu"
     return [step["reward/mean"] for step in train(config, output, *settings)]
 
 
