@@ -58,6 +58,9 @@ def rollout(rank: int, folder: str, train: dict[str, int], infer_tp: int, temper
     likeliest = [GenerationRequest(row, prompt, seed=None, greedy=True) for row, prompt in enumerate(prompts)]
     mixed = [r for pair in zip(requests, likeliest, strict=True) for r in pair]
     together = {(g.row, g.greedy): g for step in engine.generate(mixed) for g in step}
+    begun = engine.generate(mixed)
+    begun_ends = [generation for _ in range(4) for generation in next(begun)]
+    unfinished, stopped = engine.unfinished(), engine.interrupt()
     alone = {g.row: g for step in engine.generate(likeliest) for g in step}
     batch = RolloutBatch(prompts, [torch.tensor(tokens) for tokens, _ in passes[0]])
     scored = training.log_probs(batch, fixed_micro_batches(len(batch), 4), temperature or 1.0)
@@ -65,6 +68,8 @@ def rollout(rank: int, folder: str, train: dict[str, int], infer_tp: int, temper
         "tokens": [t for t, _ in passes[0]],
         "log_probs": [lp for _, lp in passes[0]],
         "scored": scored,
+        "begun": (begun_ends, unfinished, stopped),
+        "all_together": together,
         "together": [together[row, False].tokens for row in range(len(PROMPTS))],
         "greedy": [together[row, True] for row in range(len(PROMPTS))],
         "greedy_alone": [alone[row] for row in range(len(PROMPTS))],
@@ -136,6 +141,20 @@ def test_greedy_responses_come_with_sampled_ones(one_rank: dict[str, Any], folde
     assert tokens == hf_greedy(folders["qwen2-tied"])
     assert tokens != one_rank["tokens"]
     assert all(generation.log_probs is None for generation in one_rank["greedy"])
+
+
+def test_an_interrupted_engine_gives_what_there_is_of_both_kinds(one_rank: dict[str, Any]) -> None:
+    ended, unfinished, stopped = one_rank["begun"]
+    whole = one_rank["all_together"]
+    assert sorted((g.row, g.greedy) for g in ended + stopped) == sorted(whole)
+    assert {g.row: len(g.tokens) for g in stopped if not g.greedy} == unfinished
+    assert any(g.greedy for g in stopped)
+    for generation in stopped:
+        tokens = whole[generation.row, generation.greedy].tokens
+        assert 0 < len(generation.tokens) < len(tokens)
+        assert generation.tokens == tokens[: len(generation.tokens)]
+        assert (generation.log_probs is None) == generation.greedy
+    assert all(generation == whole[generation.row, generation.greedy] for generation in ended)
 
 
 def hf_greedy(folder: str) -> list[list[int]]:
