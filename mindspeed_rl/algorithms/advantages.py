@@ -26,12 +26,13 @@ class AdvantageInputs:
     """What an estimator may read; float64, so that statistics are exact for float32 rewards."""
 
     rewards: Tensor  # [B] float64 on the CPU, penalties of tokens included; 0 where the sample failed
-    valid: Tensor  # [B] bool; False where the sample failed
+    valid: Tensor  # [B] bool; False where the sample, or its greedy response, failed
     groups: Tensor  # [B] int64, 0 <= group < number of groups
     mask: Tensor  # [R] 0/1
     response_lengths: Tensor  # [B] int64 on the CPU
     token_rewards: Tensor  # [R] float64 on the CPU: penalties, and the rest of a reward at its last counted token
     values: Tensor | None = None  # [R] float64 on the CPU, of a critic: what was expected before each token
+    baselines: Tensor | None = None  # [B] float64 on the CPU, of greedy responses; 0 where the sample failed
 
     @property
     def num_groups(self) -> int:
@@ -119,10 +120,12 @@ def compute_advantages(
     cfg: RLConfig,
     penalties: Tensor | None = None,
     values: Tensor | None = None,
+    baselines: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Advantage of every response token, and with a critic its return.
 
-    A NaN reward marks a sample whose scoring failed: its group's statistics leave it out and its own advantage is 0.
+    A NaN reward or baseline marks a sample whose scoring failed: its group's statistics leave it out and its own
+    advantage is 0.
     The caller masks such a sample, so that it does not count in the loss's denominator either.
 
     Args:
@@ -134,12 +137,13 @@ def compute_advantages(
         cfg: settings of the estimators.
         penalties: [R] float, taken off the reward of each token, such as β·KL; None: 0.
         values: [R] float, of the critic; None: there is none.
+        baselines: [B] float, reward of a greedy response to the prompt, NaN: failed; None: there are none.
 
     Returns:
         Advantages and returns, each [R] float32 without gradient, 0 where the mask is 0; no returns without a critic.
 
     Raises:
-        ValueError: an unknown name, sizes that do not fit each other, or an infinite reward.
+        ValueError: an unknown name, sizes that do not fit each other, or an infinite reward or baseline.
     """
     estimator = ADVANTAGES[name]
     if not len(rewards) == len(groups) == len(response_lengths):
@@ -147,12 +151,14 @@ def compute_advantages(
         raise ValueError(f"rewards, groups, response_lengths have {sizes} entries: must be equal")
     if int(response_lengths.sum()) != len(mask):
         raise ValueError(f"response_lengths sum to {int(response_lengths.sum())}, but mask has {len(mask)} tokens")
-    rewards = rewards.detach().cpu().double()
-    if rewards.isinf().any():
-        raise ValueError(
-            f"rewards[{int(rewards.isinf().nonzero()[0])}] is infinite: must be finite, or NaN if failed"
-        )
-    valid, rewards, lengths = ~rewards.isnan(), rewards.nan_to_num(0.0), response_lengths.cpu()
+    rewards, valid = _scored("rewards", rewards)
+    if baselines is not None:
+        if len(baselines) != len(rewards):
+            raise ValueError(f"baselines has {len(baselines)} entries, but rewards {len(rewards)}: must be equal")
+        baselines, both = _scored("baselines", baselines)
+        valid &= both
+        baselines = torch.where(valid, baselines, 0.0)
+    lengths = response_lengths.cpu()
     tokens = torch.zeros(len(mask), dtype=torch.float64)
     if penalties is not None:
         tokens -= torch.where((mask > 0).cpu(), penalties.detach().cpu().double(), 0.0)
@@ -162,13 +168,21 @@ def compute_advantages(
     _, dense_groups = groups.cpu().unique(return_inverse=True)
     total = torch.where(valid, rewards + of_sequence, 0.0)
     expected = None if values is None else values.detach().cpu().double()
-    inputs = AdvantageInputs(total, valid, dense_groups, mask, lengths, tokens, expected)
+    inputs = AdvantageInputs(total, valid, dense_groups, mask, lengths, tokens, expected, baselines)
     estimate = estimator(inputs, cfg)
     if isinstance(estimate, tuple):
         if values is None:
             raise ValueError(f"rl_config.adv_estimator = {name!r} estimates returns, and there is no critic")
         return estimate[0], inputs.counted(estimate[1])
     return estimate, None
+
+
+def _scored(name: str, rewards: Tensor) -> tuple[Tensor, Tensor]:
+    """[B] float64 on the CPU with 0 for NaN, and [B] bool that is False there."""
+    rewards = rewards.detach().cpu().double()
+    if rewards.isinf().any():
+        raise ValueError(f"{name}[{int(rewards.isinf().nonzero()[0])}] is infinite: must be finite, or NaN if failed")
+    return rewards.nan_to_num(0.0), ~rewards.isnan()
 
 
 def _last_counted(mask: Tensor, sequences: Tensor, rewards: Tensor) -> tuple[Tensor, Tensor]:
@@ -224,6 +238,16 @@ def opo(inputs: AdvantageInputs, cfg: RLConfig) -> Tensor:
     baseline = inputs.group_sum(lengths * shifted)[inputs.groups] / total.clamp(min=1)
     advantages = torch.where(total > 0, shifted - baseline, inputs.centred())
     return inputs.spread(_or_reward_of_one(inputs, advantages))
+
+
+@ADVANTAGES.register("remax")
+def remax(inputs: AdvantageInputs, cfg: RLConfig) -> Tensor:
+    """A = R − R of the greedy response to the same prompt (ReMax, arXiv:2310.10505, algorithm 1).
+
+    Of the KL that is taken off a reward, the baseline has none: it need not depend on what was sampled.
+    """
+    assert inputs.baselines is not None, "the configuration was checked: rollout generates greedy responses"
+    return inputs.spread(inputs.rewards - inputs.baselines)
 
 
 @ADVANTAGES.register("gpg")

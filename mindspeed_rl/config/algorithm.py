@@ -14,6 +14,7 @@ ADV_ESTIMATORS = (
     "grpo_passk",
     "rloo",
     "opo",
+    "remax",
     "gpg",
     "reinforce_plus_plus",
     "reinforce_plus_plus_baseline",

@@ -229,6 +229,11 @@ def uses_critic(cfg: Config) -> bool:
     return cfg.rl_config.adv_estimator == "gae"
 
 
+def uses_greedy_baseline(cfg: Config) -> bool:
+    """True if advantages need the reward of a greedy response to each prompt."""
+    return cfg.rl_config.adv_estimator == "remax"
+
+
 def tokens_may_be_stale(cfg: Config) -> bool:
     """True if tokens may be of an older policy than the one that is trained on them."""
     rl = cfg.rl_config

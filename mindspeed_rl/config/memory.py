@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mindspeed_rl.config.layout import Layout, pipeline_chunks, uses_critic
+from mindspeed_rl.config.layout import Layout, pipeline_chunks, uses_critic, uses_greedy_baseline
 from mindspeed_rl.config.model import ModelConfig
 from mindspeed_rl.config.schema import Config
 
@@ -70,7 +70,8 @@ def estimate_memory(cfg: Config, model: ModelConfig, layout: Layout) -> MemoryEs
         + (0 if generate.offload_reference else reference)
     )
     kv_per_token = kv_bytes_per_token(cfg, model)
-    running = min(generate.max_num_seqs, -(-layout.rows_in_generation // layout.rollout_replicas))
+    requests = layout.rows_in_generation + (layout.prompts_in_generation if uses_greedy_baseline(cfg) else 0)
+    running = min(generate.max_num_seqs, -(-requests // layout.rollout_replicas))
     return MemoryEstimate(
         weights=weights,
         gradients=gradients,

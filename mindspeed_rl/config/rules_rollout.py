@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mindspeed_rl.common.errors import Violation
-from mindspeed_rl.config.layout import prompts_in_generation
+from mindspeed_rl.config.layout import prompts_in_generation, uses_greedy_baseline
 from mindspeed_rl.config.rule import Found, nearest, rule
 from mindspeed_rl.config.schema import Config
 
@@ -84,6 +84,16 @@ def partial_rollout_keeps_tokens(cfg: Config) -> Found:
     if split > 1 and not sampling.logprobs:
         message = f"is needed with partial_rollout_max_split = {split}: tokens of older policies are corrected for"
         yield Violation(f"{_SAMPLING}.logprobs", sampling.logprobs, message, "set it to true")
+
+
+@rule("rl_config.adv_estimator", "rl_config.partial_rollout_max_split")
+def greedy_responses_are_whole(cfg: Config) -> Found:
+    """Beginnings of sampled responses are carried over, and no others."""
+    estimator, split = cfg.rl_config.adv_estimator, cfg.rl_config.partial_rollout_max_split
+    if uses_greedy_baseline(cfg) and split > 1:
+        message = f"needs whole greedy responses, but partial_rollout_max_split = {split} ends iterations before"
+        hint = "set partial_rollout_max_split: 1, or another adv_estimator"
+        yield Violation("rl_config.adv_estimator", estimator, message, hint)
 
 
 # ---------------------------------------------------------------- dynamic sampling

@@ -29,6 +29,7 @@ class GenerationRequest:
     prompt: torch.Tensor  # [prompt length], int64
     seed: int | None  # of this request's own generator; None: the engine's generator
     generated: Sequence[int] = ()  # tokens of the response that exist already; generation goes on after them
+    greedy: bool = False  # always the likeliest token: a response beside the row's own, without log-probs
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,7 @@ class Generation:
     tokens: list[int]  # the end-of-sequence token included, if there was one
     log_probs: list[float] | None  # of each token, under the distribution it was drawn from
     text: str | None  # only if the engine was asked to turn tokens into text
+    greedy: bool = False  # as in the request
 
 
 class TrainingEngine(Protocol):
@@ -122,7 +124,10 @@ class GenerationEngine(Protocol):
         """Yield after every engine step, with the responses that it finished (possibly none)."""
 
     def unfinished(self) -> dict[int, int]:
-        """Rows in generation, and how many tokens each has got so far (those of earlier requests left out)."""
+        """Rows in generation, and how many tokens each has got so far (those of earlier requests left out).
+
+        Greedy responses are not among them.
+        """
 
     def interrupt(self) -> list[Generation]:
         """Stop generating: what there is of all unfinished responses, possibly no token."""

@@ -32,6 +32,10 @@ METRICS: dict[str, MetricInfo] = {
     "reward/source/{source}": MetricInfo("mean", "", "weighted reward, over one data source's scored samples"),
     "reward_status/{status}": MetricInfo("sum", "samples", "all verifiers' calls that ended so"),
     "reward_failed_samples": MetricInfo("sum", "samples", "samples without a reward, left out of training"),
+    "reward/baseline_mean": MetricInfo("mean", "", "weighted reward of greedy responses, over prompts that have it"),
+    "reward_failed_baselines": MetricInfo(
+        "sum", "prompts", "prompts whose greedy response has no reward; their samples are left out of training"
+    ),
     "reward/overlong_penalty": MetricInfo("mean", "", "taken off the reward for length, over samples"),
     "reward/zero_variance_groups": MetricInfo("mean", "", "share of prompts whose samples all got the same reward"),
     "reward/filtered_groups": MetricInfo("mean", "", "share of the generated groups that did not qualify"),

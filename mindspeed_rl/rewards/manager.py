@@ -52,20 +52,22 @@ class RewardResult:
     total: list[float]
     failed: list[bool]
 
-    def metrics(self) -> MetricSet:
+    def metrics(self, count: int | None = None) -> MetricSet:
         """`{verifier}_rewards/mean` over samples with status ok; samples by status, for each verifier and in all.
 
         `reward_status/{status}` counts (sample, verifier) pairs; `reward_failed_samples` counts samples.
+
+        count: of how many samples, the first ones, means and failures are told; None: all.
         """
         metrics = MetricSet()
         for name, statuses in self.statuses.items():
             scored = [float(status is Status.OK) for status in statuses]
-            metrics.mean(f"{name}_rewards/mean", self.values[name], weights=scored)
+            metrics.mean(f"{name}_rewards/mean", self.values[name][:count], weights=scored[:count])
             counts = Counter(statuses)
             for status in Status:
                 metrics.sum(f"reward_status/{status.value}", float(counts[status]), unit="samples")
                 metrics.sum(f"{name}_rewards/{status.value}", float(counts[status]), unit="samples")
-        metrics.sum("reward_failed_samples", float(sum(self.failed)), unit="samples")
+        metrics.sum("reward_failed_samples", float(sum(self.failed[:count])), unit="samples")
         return metrics
 
 

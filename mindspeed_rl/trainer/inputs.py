@@ -19,7 +19,7 @@ from mindspeed_rl.checkpoint.hf import HFWeights, is_hf_folder
 from mindspeed_rl.checkpoint.state import CheckpointReader, CheckpointStore
 from mindspeed_rl.common.errors import CheckpointError, ConfigError, Violation
 from mindspeed_rl.config.files import HF_FOLDER, actor_path, resolve_model
-from mindspeed_rl.config.layout import Layout, derive_layout, uses_critic
+from mindspeed_rl.config.layout import Layout, derive_layout, uses_critic, uses_greedy_baseline
 from mindspeed_rl.config.model import ModelConfig
 from mindspeed_rl.config.schema import Config, RLConfig
 from mindspeed_rl.data.prompts import PromptDataset, load_prompts
@@ -128,6 +128,7 @@ def generation_keys(config: Config) -> dict[str, Any]:
         **{f"rl_config.{name}": getattr(rl, name) for name in names},
         actor_path(config, "global_batch_size"): config.actor.global_batch_size,
         "rl_config.init_kl_coef": rl.init_kl_coef > 0,
+        "rl_config.adv_estimator": rl.adv_estimator if uses_greedy_baseline(config) else None,
     }
 
 

@@ -19,9 +19,9 @@ from mindspeed_rl.algorithms.registry import load_custom_algorithms
 from mindspeed_rl.common.logging import setup_logging
 from mindspeed_rl.common.metric import MetricSet
 from mindspeed_rl.common.timing import Span, Timings
-from mindspeed_rl.config.layout import Layout
+from mindspeed_rl.config.layout import Layout, uses_greedy_baseline
 from mindspeed_rl.config.schema import Config
-from mindspeed_rl.rewards.manager import RewardManager
+from mindspeed_rl.rewards.manager import RewardManager, RewardResult
 from mindspeed_rl.rewards.verifiers import RewardSample
 from mindspeed_rl.transfer_dock.jagged import Jagged
 from mindspeed_rl.transfer_dock.spec import Claim, TransferDock
@@ -70,41 +70,76 @@ class RewardWorker:
             return self.dock.claim(consumer, timings.iteration, count, timeout=self.timeout)
 
     def score(self, iteration: int) -> RewardReport:
-        """Score every response of the iteration; a sample that cannot be scored gets NaN and is counted."""
+        """Score all responses of the iteration, greedy ones too; what cannot be scored gets NaN and is counted."""
         timings = Timings(iteration)
         report = RewardReport(timings.spans, MetricSet())
         while (claim := self._claim("reward", timings)) is not None:
             with timings("rule_reward"):
                 columns = self.dock.get(claim, self.dock.spec.consumers["reward"].needs)
-                texts = columns.get("texts") or self.tokenizer.batch_decode(
-                    [response.tolist() for response in columns["responses"]], skip_special_tokens=True
-                )
-                samples = [
-                    RewardSample(sample.prompt_text, text, sample.label, sample.extra)
-                    for sample, text in zip(columns["sample"], texts, strict=True)
-                ]
+                samples, firsts = self._samples(columns, range(len(claim))), self._with_baseline(claim)
                 with self.scoring:
-                    result = self.manager.score(samples)
+                    result = self.manager.score(samples + self._samples(columns, firsts, "baseline_"))
                 penalties = [self._overlong_penalty(len(response)) for response in columns["responses"]]
-                rewards = [reward - penalty for reward, penalty in zip(result.total, penalties, strict=True)]
-                rejected = self._rejected(claim.rows, result.values, rewards, report.metrics)
-                self.dock.ack(claim, {"rewards": rewards}, rejected=rejected)
-            report.metrics.merge(result.metrics())
-            for name, messages in result.messages.items():
-                if messages:  # one of them shows what is wrong; all are counted
-                    index, message = next(iter(messages.items()))
-                    logger.warning(
-                        "iteration %d: %s failed on %d samples, such as row %d: %s",
-                        iteration,
-                        name,
-                        len(messages),
-                        claim.rows[index],
-                        message,
-                    )
+                of_samples = result.total[: len(samples)]
+                rewards = [reward - penalty for reward, penalty in zip(of_samples, penalties, strict=True)]
+                results, compared = {"rewards": rewards}, rewards
+                if firsts:
+                    greedy = [columns["baseline_responses"][first] for first in firsts]
+                    baselines = self._baselines(result.total[len(samples) :], greedy, report.metrics)
+                    results["baseline_rewards"] = baselines
+                    # without a baseline, none of a group's samples can be trained on
+                    compared = [r if math.isfinite(b) else math.nan for r, b in zip(rewards, baselines, strict=True)]
+                rejected = self._rejected(claim.rows, result.values, compared, report.metrics)
+                self.dock.ack(claim, results, rejected=rejected)
+            report.metrics.merge(result.metrics(len(samples)))
+            self._log_failures(iteration, [*claim.rows, *(claim.rows[first] for first in firsts)], result)
             if self.config.rl_config.overlong_buffer_enable:
                 report.metrics.mean("reward/overlong_penalty", penalties)
             self._add_metrics(report, columns, samples, rewards)
         return report
+
+    def _with_baseline(self, claim: Claim) -> range:
+        """Where in a claim the rows are that carry a greedy response: the first of each group, if there are any."""
+        if not uses_greedy_baseline(self.config):
+            return range(0)
+        return range(0, len(claim), self.config.rl_config.n_samples_per_prompt)
+
+    def _samples(self, columns: Mapping[str, Any], places: Sequence[int], kind: str = "") -> list[RewardSample]:
+        """What verifiers see of the responses at these places of a claim; kind `baseline_`: of the greedy ones."""
+        if f"{kind}texts" in columns:
+            texts = [columns[f"{kind}texts"][place] for place in places]
+        else:
+            tokens = [columns[f"{kind}responses"][place].tolist() for place in places]
+            texts = self.tokenizer.batch_decode(tokens, skip_special_tokens=True) if tokens else []
+        samples = [columns["sample"][place] for place in places]
+        return [
+            RewardSample(sample.prompt_text, text, sample.label, sample.extra)
+            for sample, text in zip(samples, texts, strict=True)
+        ]
+
+    def _baselines(self, scores: Sequence[float], responses: Sequence[Any], metrics: MetricSet) -> list[float]:
+        """Rewards of greedy responses, given their scores, for every row of their groups; NaN: scoring failed."""
+        rewards = [
+            score - self._overlong_penalty(len(response)) for score, response in zip(scores, responses, strict=True)
+        ]
+        scored = [float(math.isfinite(reward)) for reward in rewards]
+        metrics.mean("reward/baseline_mean", rewards, weights=scored)
+        metrics.sum("reward_failed_baselines", len(scored) - sum(scored), unit="prompts")
+        return [reward for reward in rewards for _ in range(self.config.rl_config.n_samples_per_prompt)]
+
+    def _log_failures(self, iteration: int, rows: Sequence[int], result: RewardResult) -> None:
+        """One of each verifier's failures, which shows what is wrong; all are counted. rows: of what was scored."""
+        for name, messages in result.messages.items():
+            if messages:
+                index, message = next(iter(messages.items()))
+                logger.warning(
+                    "iteration %d: %s failed on %d samples, such as row %d: %s",
+                    iteration,
+                    name,
+                    len(messages),
+                    rows[index],
+                    message,
+                )
 
     def _rejected(
         self, rows: Sequence[int], values: Mapping[str, list[float]], rewards: list[float], metrics: MetricSet
@@ -171,12 +206,16 @@ class RewardWorker:
                 rewards = torch.tensor([float(reward) for reward in columns["rewards"]])
                 lengths = torch.tensor([len(response) for response in columns["responses"]])
                 groups = torch.tensor([row for claim in claims for row in claim.rows]) // rl.n_samples_per_prompt
-                # samples whose scoring failed do not train
-                mask = torch.repeat_interleave(torch.isfinite(rewards).float(), lengths)
+                # samples whose scoring failed, or that of their greedy response, do not train
+                trained, baselines = torch.isfinite(rewards), None
+                if "baseline_rewards" in columns:
+                    baselines = torch.tensor([float(reward) for reward in columns["baseline_rewards"]])
+                    trained &= torch.isfinite(baselines)
+                mask = torch.repeat_interleave(trained.float(), lengths)
                 penalties = self._kl_penalties(columns, kl_coef) if rl.use_kl_in_reward else None
                 values = torch.cat(columns["values"]) if "values" in columns else None
                 advantages, returns = compute_advantages(
-                    rl.adv_estimator, rewards, groups, mask, lengths, rl, penalties, values
+                    rl.adv_estimator, rewards, groups, mask, lengths, rl, penalties, values, baselines
                 )
                 results = {"advantages": advantages, "loss_mask": mask}
                 self._put_tokens(claims, lengths, results if returns is None else {**results, "returns": returns})

@@ -6,7 +6,9 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from mindspeed_rl.config.layout import tokens_may_be_stale
+import torch
+
+from mindspeed_rl.config.layout import tokens_may_be_stale, uses_greedy_baseline
 from mindspeed_rl.engine.base import Generation, GenerationEngine, GenerationRequest
 from mindspeed_rl.transfer_dock.spec import Claim
 from mindspeed_rl.types import PartialResponse
@@ -16,6 +18,7 @@ from mindspeed_rl.workers.stages import uses_partial_rollout
 
 # engine steps between two looks whether enough responses are complete (partial rollout)
 STEPS_BETWEEN_LOOKS = 4
+NOTHING = Generation(-1, [], None, None, greedy=True)  # greedy response of rows that carry none
 
 
 def vllm_engine(context: Context, hf_folder: str, stop_tokens: Sequence[int]) -> GenerationEngine:
@@ -103,6 +106,8 @@ class _Round:
         self.begun: dict[int, PartialResponse] = {}  # what rows had before
         self.must_end: set[int] = set()  # rows that end where they are when the iteration does
         self.requests: list[GenerationRequest] = []
+        self.group_size = rollout.config.rl_config.n_samples_per_prompt
+        has_baseline = uses_greedy_baseline(rollout.config)
         for claim in claims:
             columns = rollout.dock.get(claim, rollout.dock.spec.consumers["rollout"].reads)
             partial = columns.get("partial") or [None] * len(claim)
@@ -110,12 +115,14 @@ class _Round:
                 self.begun[row] = response or PartialResponse.empty()
                 seed = rollout.request_seed(self.iteration, row)
                 self.requests.append(GenerationRequest(row, prompt, seed, self.begun[row].tokens.tolist()))
+                if has_baseline and row % self.group_size == 0:  # also where the group's others are another share's
+                    self.requests.append(GenerationRequest(row, prompt, seed=None, greedy=True))
             if not rollout.config.rl_config.require_max_age_all_finished:
                 self.must_end |= {row for row, last in zip(claim.rows, claim.last, strict=False) if last}
-        self.group_size = rollout.config.rl_config.n_samples_per_prompt
         # a share may end within a group, and rows of a group that were finished before do not come again
         self.claimed = Counter(request.row // self.group_size for request in self.requests)
         self.finished: dict[int, list[Generation]] = {}
+        self.greedy: dict[int, Generation] = {}  # finished ones, by the row that they are handed in with
 
     def steps(self) -> Iterator[bool]:
         """Run the engine until all rows are finished, or the iteration has enough."""
@@ -131,10 +138,12 @@ class _Round:
         complete: list[Generation] = []
         for generation in generations:
             group = generation.row // self.group_size
+            if generation.greedy:
+                self.greedy[generation.row] = generation
             self.finished.setdefault(group, []).append(generation)
             if len(self.finished[group]) == self.claimed[group]:
                 complete += self.finished.pop(group)
-        self._hand_in(complete, self._response_columns)
+        self._hand_in([generation for generation in complete if not generation.greedy], self._response_columns)
 
     def _is_enough(self) -> bool:
         """The iteration needs nothing more of this replica, and no row has to end without a token."""
@@ -182,4 +191,9 @@ class _Round:
             columns["policy_versions"] = [response.versions for response in responses]
         if self.rollout.sampling.detokenize:
             columns["texts"] = [generation.text for generation in generations]
+        if uses_greedy_baseline(self.rollout.config):
+            greedy = [self.greedy.get(generation.row, NOTHING) for generation in generations]
+            columns["baseline_responses"] = [torch.tensor(each.tokens, dtype=torch.int64) for each in greedy]
+            if self.rollout.sampling.detokenize:
+                columns["baseline_texts"] = [each.text for each in greedy]
         return columns

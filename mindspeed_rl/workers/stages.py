@@ -9,7 +9,7 @@ import numpy as np
 
 from mindspeed_rl.algorithms.covariance import COV_LOSSES
 from mindspeed_rl.config.files import resolve_model
-from mindspeed_rl.config.layout import Layout, tokens_may_be_stale, uses_critic
+from mindspeed_rl.config.layout import Layout, tokens_may_be_stale, uses_critic, uses_greedy_baseline
 from mindspeed_rl.config.model import ModelConfig
 from mindspeed_rl.config.schema import Config
 from mindspeed_rl.data.packing import balanced_partition, sequence_costs
@@ -17,6 +17,7 @@ from mindspeed_rl.transfer_dock.spec import ColumnSpec, ConsumerSpec, DockSpec, 
 
 TOKENS = ColumnSpec(dtype="int64", kind="jagged")
 PER_TOKEN = ColumnSpec(dtype="float32", kind="jagged")
+SCALAR = ColumnSpec(dtype="float32", kind="scalar")
 OBJECT = ColumnSpec(dtype="object", kind="object")
 STATE = ColumnSpec(dtype="object", kind="object", replaceable=True)
 
@@ -28,7 +29,10 @@ COLUMNS = {
     "policy_versions": TOKENS,  # of the policy that generated each token: iterations it was trained for
     "partial": STATE,  # PartialResponse: an unfinished response, which the next iteration goes on with
     "texts": OBJECT,  # responses as text, where the rollout engine decodes them
-    "rewards": ColumnSpec(dtype="float32", kind="scalar"),  # weighted sum of the verifiers; NaN: scoring failed
+    "baseline_responses": TOKENS,  # greedy ids, in the first row of a group; nothing in the others
+    "baseline_texts": OBJECT,  # those as text, where the rollout engine decodes them
+    "rewards": SCALAR,  # weighted sum of the verifiers; NaN: scoring failed
+    "baseline_rewards": SCALAR,  # that of the greedy response, in every row of the group
     "reference_log_probs": PER_TOKEN,
     "old_log_probs": PER_TOKEN,  # of the policy before this iteration's updates, by the training engine
     "values": PER_TOKEN,  # of the critic before this iteration's updates
@@ -103,7 +107,8 @@ def old_log_probs_column(config: Config) -> str:
 def advantage_columns(config: Config) -> tuple[str, ...]:
     """What advantages are computed from."""
     kl = ("reference_log_probs", old_log_probs_column(config)) if config.rl_config.use_kl_in_reward else ()
-    return ("rewards", "responses", *kl, *(("values",) if uses_critic(config) else ()))
+    baseline = ("baseline_rewards",) if uses_greedy_baseline(config) else ()
+    return ("rewards", "responses", *baseline, *kl, *(("values",) if uses_critic(config) else ()))
 
 
 def advantage_results(config: Config) -> tuple[str, ...]:
@@ -142,17 +147,22 @@ def dock_spec(config: Config, layout: Layout) -> DockSpec:
     log_probs = ("rollout_log_probs",) if sampling.logprobs else ()
     versions = ("policy_versions",) if tokens_may_be_stale(config) else ()
     is_partial, is_filtered = uses_partial_rollout(config), config.rl_config.filter_groups_enable
+    has_baseline = uses_greedy_baseline(config)
+    baseline = ("baseline_responses", *(("baseline_texts",) if sampling.detokenize else ())) if has_baseline else ()
     consumers = {
         "rollout": ConsumerSpec(
             needs=("prompt_ids",),
             shares=layout.rollout_replicas,
-            puts=("responses", *log_probs, *versions, *text),
+            puts=("responses", *log_probs, *versions, *text, *baseline),
             optional=("partial",) if is_partial else (),
             all_prompts=is_partial or is_filtered,
             max_staleness=config.rl_config.staleness,
         ),
         "reward": ConsumerSpec(
-            needs=("sample", "responses", *text), puts=("rewards",), grouped=is_filtered, all_prompts=is_filtered
+            needs=("sample", "responses", *text, *baseline),
+            puts=("rewards", *(("baseline_rewards",) if has_baseline else ())),
+            grouped=is_filtered or has_baseline,
+            all_prompts=is_filtered,
         ),
         **{
             stage: ConsumerSpec(needs=sequences, shares=layout.dp, puts=(SCORING[stage].column,))

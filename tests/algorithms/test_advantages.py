@@ -11,6 +11,7 @@ from mindspeed_rl.config.algorithm import ADV_ESTIMATORS
 from mindspeed_rl.config.schema import RLConfig
 
 CFG = RLConfig()
+GREEDY = 0.1  # reward of greedy responses, unless told otherwise
 
 
 def by_group(rewards, groups):
@@ -28,7 +29,7 @@ def whitened(tokens, mask):
     return np.array([(x - mean) / math.sqrt(variance + 1e-8) for x in tokens])
 
 
-def reference(name, rewards, groups, lengths, mask, cfg, penalties):
+def reference(name, rewards, groups, lengths, mask, cfg, penalties, baselines):
     """Textbook loops, sample by sample; failed ones are left out."""
     ends = np.cumsum(lengths)
     starts = ends - lengths
@@ -51,6 +52,8 @@ def reference(name, rewards, groups, lengths, mask, cfg, penalties):
             elif name == "opo":
                 weighted = sum(lengths[j] * totals[j] for j in members) / size if size else mean
                 a[i] = totals[i] if n == 1 else totals[i] - weighted
+            elif name == "remax":
+                a[i] = 0.0 if math.isnan(baselines[i]) else totals[i] - baselines[i]
             elif name == "gpg":
                 a[i] = totals[i] - mean if any(x != scores[0] for x in scores) else 0.0
             elif name == "reinforce_plus_plus_baseline":
@@ -76,13 +79,17 @@ def reference(name, rewards, groups, lengths, mask, cfg, penalties):
     return tokens * mask
 
 
-def run(rewards, groups, lengths, mask=None, name="group_norm", cfg=CFG, penalties=None):
+def run(rewards, groups, lengths, mask=None, name="group_norm", cfg=CFG, penalties=None, baselines=None):
     lengths = torch.tensor(lengths, dtype=torch.int64)
     mask = torch.ones(int(lengths.sum())) if mask is None else torch.tensor(mask, dtype=torch.float32)
     rewards = torch.tensor(rewards, dtype=torch.float32)
     penalties = None if penalties is None else torch.tensor(penalties)
     values = torch.zeros(len(mask)) if name == "gae" else None
-    return compute_advantages(name, rewards, torch.tensor(groups), mask, lengths, cfg, penalties, values)[0]
+    if name == "remax":
+        baselines = [GREEDY] * len(rewards) if baselines is None else baselines
+        baselines = torch.tensor(baselines, dtype=torch.float32)
+    inputs = (name, rewards, torch.tensor(groups), mask, lengths, cfg, penalties, values, baselines)
+    return compute_advantages(*inputs)[0]
 
 
 SETTINGS = [(name, {}) for name in ADV_ESTIMATORS if name != "gae"]  # which test_critic.py is about
@@ -102,8 +109,13 @@ def test_estimators_equal_the_reference_on_ragged_batches(seed, name, settings):
     mask = (rng.random(lengths.sum()) < 0.8).astype(np.float32)
     mask *= np.repeat(~np.isnan(rewards), lengths)  # as whoever calls does
     penalties = rng.normal(0, 0.1, len(mask)) if seed % 2 else np.zeros(len(mask))
-    result = run(rewards.tolist(), groups.tolist(), lengths.tolist(), mask.tolist(), name, cfg, penalties)
-    arguments = (rewards.astype(np.float64).tolist(), groups.tolist(), lengths, mask, cfg, penalties)
+    baselines = None
+    if name == "remax":  # of each prompt's greedy response, whose scoring may fail, too
+        of_prompt = rng.normal(size=9).astype(np.float32)
+        of_prompt[rng.random(9) < 0.15] = np.nan
+        baselines = of_prompt[(groups + 3000) // 1000].tolist()
+    result = run(rewards.tolist(), groups.tolist(), lengths.tolist(), mask.tolist(), name, cfg, penalties, baselines)
+    arguments = (rewards.astype(np.float64).tolist(), groups.tolist(), lengths, mask, cfg, penalties, baselines)
     assert result.dtype == torch.float32
     np.testing.assert_allclose(result.numpy(), reference(name, *arguments), rtol=2e-6, atol=2e-6)
 
@@ -158,6 +170,15 @@ def test_known_values():
     torch.testing.assert_close(result, torch.tensor([a, -a, -a, a]))
 
 
+def test_remax_compares_with_the_greedy_response_alone():
+    rewards, greedy, lengths = [1.0, 0.5, math.nan, 2.0, 0.25], [0.5, 0.5, 0.5, math.nan, 1.0], [2, 1, 1, 1, 1]
+    result = run(rewards, [0, 0, 0, 1, 2], lengths, name="remax", baselines=greedy)
+    assert result.tolist() == [0.5, 0.5, 0.0, 0.0, 0.0, -0.75]
+    # KL is taken off rewards alone
+    result = run([1.0], [0], [2], name="remax", penalties=[0.25, 0.5], baselines=[1.0])
+    assert result.tolist() == [-0.75, -0.75]
+
+
 @pytest.mark.parametrize("value", [0.1, -0.7, 1 / 3, 1e6])
 @pytest.mark.parametrize("size", [2, 3, 7])
 def test_equal_rewards_give_exactly_zero(value, size):
@@ -195,6 +216,10 @@ def test_bad_inputs_name_the_value():
         run([1.0], [0], [1], name="group_nrom")
     with pytest.raises(ValueError, match=r"rewards\[1\] is infinite"):
         run([1.0, math.inf], [0, 0], [1, 1])
+    with pytest.raises(ValueError, match=r"baselines\[1\] is infinite"):
+        run([1.0, 1.0], [0, 0], [1, 1], name="remax", baselines=[0.0, -math.inf])
+    with pytest.raises(ValueError, match="baselines has 1 entries, but rewards 2"):
+        run([1.0, 1.0], [0, 0], [1, 1], name="remax", baselines=[0.0])
     with pytest.raises(ValueError, match="have 2, 1, 1 entries"):
         run([1.0, 2.0], [0], [1])
     with pytest.raises(ValueError, match="sum to 2, but mask has 1"):

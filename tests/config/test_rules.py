@@ -44,6 +44,10 @@ EXAMPLES = {
         ["rl_config.shuffle_mini_batch=true", "rl_config.guarantee_order=false"],
         "rl_config.shuffle_mini_batch", True, "needs guarantee_order", "guarantee_order: true",
     ),
+    "greedy_responses_are_whole": (
+        ["rl_config.adv_estimator=remax", "rl_config.partial_rollout_max_split=2"],
+        "rl_config.adv_estimator", "remax", "partial_rollout_max_split = 2", "partial_rollout_max_split: 1",
+    ),
     "world_holds_training_layout": (
         ["rl_config.actor_resource.num_npus=6", "generate_config.infer_tensor_parallel_size=1"],
         "rl_config.actor_resource.num_npus", 6, "TP x CP x PP = 4 x 1 x 1", "4 or 8",

@@ -5,7 +5,9 @@ from algorithm_examples import CLIP_HIGHER, PPO
 from violations import BASE, DYNAMIC, violations_of
 
 from mindspeed_rl.config.compose import load_config
-from mindspeed_rl.config.layout import tokens_may_be_stale
+from mindspeed_rl.config.files import resolve_model
+from mindspeed_rl.config.layout import derive_layout, tokens_may_be_stale
+from mindspeed_rl.config.memory import estimate_memory
 
 
 @pytest.mark.parametrize(
@@ -17,6 +19,8 @@ from mindspeed_rl.config.layout import tokens_may_be_stale
         (["critic_warmup=9"], "critic_warmup", "adv_estimator = 'group_norm'"),
         (["critic_forward_micro_batch_size=9"], "critic_forward_micro_batch_size", "adv_estimator = 'group_norm'"),
         (["adv_estimator=rloo", "norm_adv_by_std=false"], "norm_adv_by_std", "adv_estimator = 'rloo'"),
+        (["adv_estimator=remax", "norm_adv_by_std=false"], "norm_adv_by_std", "adv_estimator = 'remax'"),
+        (["adv_estimator=remax", "gamma=0.9"], "gamma", "adv_estimator = 'remax'"),
         (["loss_type=sapo", "clip_ratio=0.1"], "clip_ratio", "loss_type = 'sapo'"),
         (["loss_type=gspo", "clip_ratio_c=3"], "clip_ratio_c", "loss_type = 'gspo'"),
         (["sapo_tau_pos=2"], "sapo_tau_pos", "loss_type = 'ppo'"),
@@ -82,6 +86,23 @@ def test_a_critic_needs_its_stage_and_a_stage_its_critic():
     (violation,) = violations_of("critic_config.lr=1e-5")
     assert violation.path == "critic_config.lr"
     assert "has no critic" in violation.message
+
+
+def test_a_critic_and_a_greedy_baseline_exclude_each_other():
+    (violation,) = violations_of("megatron_training.stage=ray_ppo", "rl_config.adv_estimator=remax")
+    assert (violation.path, violation.value) == ("rl_config.adv_estimator", "remax")
+
+
+def test_greedy_responses_take_room_in_the_cache():
+    """One beside the 4 samples of each prompt; of them all, 256 run at once in an engine."""
+    full = []
+    for estimator in ("rloo", "remax"):
+        sizes = ["rl_config.n_samples_per_prompt=4", "generate_config.max_num_seqs=256"]
+        cfg, _ = load_config(BASE, [f"rl_config.adv_estimator={estimator}", *sizes])
+        layout = derive_layout(cfg)
+        assert layout.rows_in_generation // layout.rollout_replicas < 200
+        full.append(estimate_memory(cfg, resolve_model(cfg), layout).kv_full)
+    assert full[1] * 4 == full[0] * 5
 
 
 def test_filtered_groups_are_carried_to_the_next_iteration_which_must_not_have_begun():

@@ -55,12 +55,24 @@ def rollout(rank: int, folder: str, train: dict[str, int], infer_tp: int, temper
         done = {g.row: g for step in engine.generate(requests) for g in step}
         passes.append([(done[row].tokens, done[row].log_probs) for row in range(len(PROMPTS))])
     assert passes[0] == passes[1]
+    likeliest = [GenerationRequest(row, prompt, seed=None, greedy=True) for row, prompt in enumerate(prompts)]
+    mixed = [r for pair in zip(requests, likeliest, strict=True) for r in pair]
+    together = {(g.row, g.greedy): g for step in engine.generate(mixed) for g in step}
+    begun = engine.generate(mixed)
+    begun_ends = [generation for _ in range(4) for generation in next(begun)]
+    unfinished, stopped = engine.unfinished(), engine.interrupt()
+    alone = {g.row: g for step in engine.generate(likeliest) for g in step}
     batch = RolloutBatch(prompts, [torch.tensor(tokens) for tokens, _ in passes[0]])
     scored = training.log_probs(batch, fixed_micro_batches(len(batch), 4), temperature or 1.0)
     return {
         "tokens": [t for t, _ in passes[0]],
         "log_probs": [lp for _, lp in passes[0]],
         "scored": scored,
+        "begun": (begun_ends, unfinished, stopped),
+        "all_together": together,
+        "together": [together[row, False].tokens for row in range(len(PROMPTS))],
+        "greedy": [together[row, True] for row in range(len(PROMPTS))],
+        "greedy_alone": [alone[row] for row in range(len(PROMPTS))],
         "parameters": engine.llm.collective_rpc(parameters)[0],
     }
 
@@ -121,6 +133,36 @@ def test_a_response_ends_with_its_stop_token(one_rank: dict[str, Any]) -> None:
         assert not set(tokens[:-1]) & set(STOP)
 
 
+def test_greedy_responses_come_with_sampled_ones(one_rank: dict[str, Any], folders: dict[str, str]) -> None:
+    """They are what they are alone, and in transformers; neither kind depends on the other."""
+    assert one_rank["together"] == one_rank["tokens"]
+    assert one_rank["greedy"] == one_rank["greedy_alone"]
+    tokens = [generation.tokens for generation in one_rank["greedy"]]
+    assert tokens == hf_greedy(folders["qwen2-tied"])
+    assert tokens != one_rank["tokens"]
+    assert all(generation.log_probs is None for generation in one_rank["greedy"])
+
+
+def test_an_interrupted_engine_gives_what_there_is_of_both_kinds(one_rank: dict[str, Any]) -> None:
+    ended, unfinished, stopped = one_rank["begun"]
+    whole = one_rank["all_together"]
+    assert sorted((g.row, g.greedy) for g in ended + stopped) == sorted(whole)
+    assert {g.row: len(g.tokens) for g in stopped if not g.greedy} == unfinished
+    assert any(g.greedy for g in stopped)
+    for generation in stopped:
+        tokens = whole[generation.row, generation.greedy].tokens
+        assert 0 < len(generation.tokens) < len(tokens)
+        assert generation.tokens == tokens[: len(generation.tokens)]
+        assert (generation.log_probs is None) == generation.greedy
+    assert all(generation == whole[generation.row, generation.greedy] for generation in ended)
+
+
+def hf_greedy(folder: str) -> list[list[int]]:
+    model: Any = AutoModelForCausalLM.from_pretrained(Path(folder))
+    settings: dict[str, Any] = {"max_new_tokens": MAX_TOKENS, "do_sample": False, "pad_token_id": 0}
+    return [model.generate(torch.tensor([p]), **settings)[0, len(p) :].tolist() for p in PROMPTS]
+
+
 TP, PP = "tensor_model_parallel_size", "pipeline_model_parallel_size"
 
 
@@ -135,6 +177,7 @@ def test_layouts_generate_the_same(
     results = run_ranks(2, rollout, folders["qwen2-tied"], train, infer_tp, 0.8)
     for result in results:
         assert result["tokens"] == one_rank["tokens"]
+        assert result["greedy"] == one_rank["greedy"]
         if result["scored"] is not None:
             assert_rollout_equals_training(result)
     assert any(result["scored"] is not None for result in results)
@@ -144,10 +187,7 @@ def test_layouts_generate_the_same(
 def test_greedy_output_equals_that_of_transformers(family: str, folders: dict[str, str]) -> None:
     result = run_ranks(1, rollout, folders[family], {}, 1, 0.0)[0]
     assert_rollout_equals_training(result)
-    model = AutoModelForCausalLM.from_pretrained(Path(folders[family]))
-    for prompt, tokens in zip(PROMPTS, result["tokens"], strict=True):
-        expected = model.generate(torch.tensor([prompt]), max_new_tokens=MAX_TOKENS, do_sample=False, pad_token_id=0)
-        assert tokens == expected[0, len(prompt) :].tolist()
+    assert result["tokens"] == hf_greedy(folders[family])
 
 
 def test_shared_experts_of_training_are_whole_in_rollout(folders: dict[str, str]) -> None:

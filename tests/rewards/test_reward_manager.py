@@ -95,6 +95,14 @@ def test_failure_is_a_status_of_its_own_sample(manager, response, status, messag
         assert metrics[f"reward_status/{each.value}"] == (5 if each is Status.OK else each is status)
 
 
+def test_metrics_of_the_first_samples_count_all_calls(manager):
+    metrics = manager.score(samples("a", "nan", "true", "nan", "true")).metrics(3).finalize()
+    assert metrics["custom_rewards/mean"] == pytest.approx(1.5 / 2)
+    assert metrics["reward_failed_samples"] == 1
+    assert metrics["reward_status/nan"] == 2
+    assert metrics["reward_status/ok"] == 3
+
+
 def test_everything_at_once_with_two_processes(custom):
     bad = ["hang", "exit", "kill", "raise", "nan", "exit", "kill"]
     with RewardManager(custom(verifier_parallel=2)) as manager:

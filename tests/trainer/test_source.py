@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 
 from mindspeed_rl.checkpoint.state import CheckpointStore
-from mindspeed_rl.common.errors import CheckpointError
+from mindspeed_rl.common.errors import CheckpointError, ConfigError
 from mindspeed_rl.config.layout import derive_layout
 from mindspeed_rl.config.schema import Config
-from mindspeed_rl.trainer.inputs import choose_source
+from mindspeed_rl.trainer.inputs import _check_carried, choose_source, generation_keys
 from mindspeed_rl.workers.context import Source
 
 
@@ -94,3 +94,17 @@ def test_state_that_was_not_saved_is_missed_before_anything_starts(
     source, _ = choose_source(config(tmp_path, **settings, **{key: True}))
     assert source.load_optim == ("optimizer" in saved)
     assert source.load_rng == ("rng" in saved)
+
+
+def test_carried_groups_have_a_baseline_or_need_none() -> None:
+    """They were scored in the run that is resumed, with or without a greedy response."""
+    remax, rloo, grpo = (
+        Config(megatron_training={}, rl_config={"adv_estimator": e}) for e in ("remax", "rloo", "grpo")
+    )
+    of_remax, of_rloo = ({"carried": 1, "generation_keys": generation_keys(cfg)} for cfg in (remax, rloo))
+    _check_carried(of_remax, remax)
+    _check_carried(of_rloo, grpo)
+    for state, config in ((of_remax, rloo), (of_rloo, remax)):
+        with pytest.raises(ConfigError, match=r"rl_config.adv_estimator = .* in the run that is resumed"):
+            _check_carried(state, config)
+        _check_carried({**state, "carried": 0}, config)

@@ -47,7 +47,8 @@ class VllmEngine:
         self.can_sleep = device.rollout_can_sleep
         loaders: dict[str, Any] = {"cpu": cpu.reload_weights, "npu": npu.load_weights}
         self._load_weights = loaders.get(device.name) or DirectLoader().load
-        self._running: dict[int, Any] = {}  # row -> what vLLM said of it last, if anything
+        self._running: dict[str, GenerationRequest] = {}  # by vLLM's name of it
+        self._outputs: dict[str, Any] = {}  # what vLLM said of them last, if anything
         with cpu.private_shared_memory() if device.name == "cpu" else nullcontext():
             self.llm = LLM(**self._arguments(model_folder, seed))
 
@@ -83,12 +84,13 @@ class VllmEngine:
 
         sampling = self.cfg.sampling_config
         return SamplingParams(
-            temperature=sampling.temperature,
+            temperature=0.0 if request.greedy else sampling.temperature,  # 0: top_p and the like have no effect
             top_p=sampling.top_p,
             top_k=sampling.top_k,
             min_p=sampling.min_p,
             max_tokens=sampling.max_tokens - len(request.generated),
-            logprobs=0 if sampling.logprobs else None,  # 0: of the sampled token alone
+            # 0: of the sampled token alone
+            logprobs=0 if sampling.logprobs and not request.greedy else None,
             seed=request.seed,
             stop_token_ids=self.stop_tokens,
             ignore_eos=sampling.ignore_eos,
@@ -100,40 +102,41 @@ class VllmEngine:
         engine = self.llm.llm_engine
         for request in requests:
             prompt: Any = {"prompt_token_ids": [*request.prompt.tolist(), *request.generated]}
-            engine.add_request(str(request.row), prompt, self._sampling_params(request))
-            self._running[request.row] = None
+            name = f"{request.row} greedy" if request.greedy else str(request.row)
+            engine.add_request(name, prompt, self._sampling_params(request))
+            self._running[name] = request
         while engine.has_unfinished_requests():
             outputs = engine.step()
-            for output in outputs:
-                self._running[int(output.request_id)] = output
-            finished = [self._generation(output) for output in outputs if output.finished]
-            for generation in finished:
-                del self._running[generation.row]
-            yield finished
+            self._outputs |= {output.request_id: output for output in outputs}
+            yield [self._end(output.request_id) for output in outputs if output.finished]
 
     def unfinished(self) -> dict[int, int]:
-        """Rows in generation, and how many tokens each has got so far."""
-        return {row: len(output.outputs[0].token_ids) if output else 0 for row, output in self._running.items()}
+        """Rows in generation, and how many tokens each has got so far; without greedy responses."""
+        return {
+            request.row: len(self._outputs[name].outputs[0].token_ids) if name in self._outputs else 0
+            for name, request in self._running.items()
+            if not request.greedy
+        }
 
     def interrupt(self) -> list[Generation]:
         """Stop generating: what there is of all unfinished responses, possibly no token."""
-        self.llm.llm_engine.abort_request([str(row) for row in self._running])
-        no_log_probs: list[float] | None = [] if self.cfg.sampling_config.logprobs else None
-        stopped = [
-            self._generation(output) if output else Generation(row, [], no_log_probs, None)
-            for row, output in self._running.items()
-        ]
-        self._running.clear()
-        return stopped
+        names = list(self._running)
+        self.llm.llm_engine.abort_request(names)
+        return [self._end(name) for name in names]
 
-    def _generation(self, output: Any) -> Generation:
+    def _end(self, name: str) -> Generation:
+        """What there is of a response that goes no further."""
+        request, output = self._running.pop(name), self._outputs.pop(name, None)
+        if output is None:
+            reports_log_probs = self.cfg.sampling_config.logprobs and not request.greedy
+            return Generation(request.row, [], [] if reports_log_probs else None, None, request.greedy)
         completion = output.outputs[0]
         tokens = list(completion.token_ids)
         log_probs = None
         if completion.logprobs is not None:
             log_probs = [entry[token].logprob for token, entry in zip(tokens, completion.logprobs, strict=True)]
         text = completion.text if self.cfg.sampling_config.detokenize else None
-        return Generation(int(output.request_id), tokens, log_probs, text)
+        return Generation(request.row, tokens, log_probs, text, request.greedy)
 
     def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Take new weights, given under their Hugging Face names, and forget all cached prefixes."""
