@@ -42,14 +42,14 @@ COLUMNS = {
 class ScoringStage:
     """A stage in which a training engine computes log-probs, or values, of responses."""
 
-    column: str  # what it puts into the dock
+    columns: dict[str, str]  # what it puts into the dock: column -> which of the engine's `TokenOutputs`
     timing: str  # MindSpeed RL's name of its time
 
 
 SCORING = {
-    "reference": ScoringStage("reference_log_probs", "reference_model"),
-    "old_log_prob": ScoringStage("old_log_probs", "old_log_p"),
-    "value": ScoringStage("values", "values"),
+    "reference": ScoringStage({"reference_log_probs": "log_probs"}, "reference_model"),
+    "old_log_prob": ScoringStage({"old_log_probs": "log_probs"}, "old_log_p"),
+    "value": ScoringStage({"values": "values"}, "values"),
 }
 
 
@@ -155,7 +155,7 @@ def dock_spec(config: Config, layout: Layout) -> DockSpec:
             needs=("sample", "responses", *text), puts=("rewards",), grouped=is_filtered, all_prompts=is_filtered
         ),
         **{
-            stage: ConsumerSpec(needs=sequences, shares=layout.dp, puts=(SCORING[stage].column,))
+            stage: ConsumerSpec(needs=sequences, shares=layout.dp, puts=tuple(SCORING[stage].columns))
             for stage in scoring_stages(config)
         },
         "advantage": ConsumerSpec(

@@ -56,11 +56,11 @@ def rollout(rank: int, folder: str, train: dict[str, int], infer_tp: int, temper
         passes.append([(done[row].tokens, done[row].log_probs) for row in range(len(PROMPTS))])
     assert passes[0] == passes[1]
     batch = RolloutBatch(prompts, [torch.tensor(tokens) for tokens, _ in passes[0]])
-    scored = training.log_probs(batch, fixed_micro_batches(len(batch), 4), temperature or 1.0)
+    scored = training.score(batch, fixed_micro_batches(len(batch), 4), temperature or 1.0)
     return {
         "tokens": [t for t, _ in passes[0]],
         "log_probs": [lp for _, lp in passes[0]],
-        "scored": scored,
+        "scored": scored.log_probs.split(batch.response_lengths.tolist()) if scored else None,
         "parameters": engine.llm.collective_rpc(parameters)[0],
     }
 

@@ -13,6 +13,7 @@ from mindspeed_rl.checkpoint.tensors import StoredTensors
 from mindspeed_rl.config.model import ModelConfig
 from mindspeed_rl.config.schema import MegatronConfig
 from mindspeed_rl.device.base import Device
+from mindspeed_rl.engine.base import TokenOutputs
 from mindspeed_rl.engine.megatron.engine import MegatronEngine
 from mindspeed_rl.engine.megatron.packing import PackedMicroBatch
 from mindspeed_rl.engine.megatron.sharding import Sharding, read_pieces
@@ -20,8 +21,7 @@ from mindspeed_rl.resharding.tables import VALUE_HEAD, VALUE_HEAD_NAME
 
 
 class CriticEngine(MegatronEngine):
-    """Values instead of log-probs: `log_probs` returns V of each response token, given what is before the token, and
-    loss functions get these in place of log-probs, and no entropy.
+    """Values of response tokens, given what is before each, and neither log-probs nor entropies.
 
     It starts from a critic's weights if they have one: those of a checkpoint, or a folder with `score.weight`, as
     Hugging Face's sequence classification with one label has. Else the body starts from the actor's, the head from 0.
@@ -56,7 +56,6 @@ class CriticEngine(MegatronEngine):
 
     def _response_outputs(
         self, micro: PackedMicroBatch, outputs: torch.Tensor, temperature: float, entropy: bool
-    ) -> tuple[torch.Tensor, None]:
-        """Values of all response tokens [R], on every rank of the last stage."""
-        values = outputs[0, micro.predictors, 0]
-        return self._of_all_tokens(micro, values), None
+    ) -> TokenOutputs:
+        """Of all response tokens, on every rank of the last stage."""
+        return TokenOutputs(values=self._of_all_tokens(micro, outputs[0, micro.predictors, 0]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -24,7 +25,7 @@ from mindspeed_rl.common.metric import Metric, MetricSet
 from mindspeed_rl.config.model import ModelConfig
 from mindspeed_rl.config.schema import MegatronConfig
 from mindspeed_rl.device.base import Device
-from mindspeed_rl.engine.base import LossFunction, Partition
+from mindspeed_rl.engine.base import LossFunction, Partition, TokenOutputs
 from mindspeed_rl.engine.megatron.context_parallel import gather_tokens
 from mindspeed_rl.engine.megatron.model import build_model, data_parallel, named_parameters
 from mindspeed_rl.engine.megatron.offload import HostMemory
@@ -199,8 +200,8 @@ class MegatronEngine:
 
     def _response_outputs(
         self, micro: PackedMicroBatch, logits: torch.Tensor, temperature: float, entropy: bool
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Log-probs and entropies of all response tokens [R], on every rank of the last stage."""
+    ) -> TokenOutputs:
+        """Of all response tokens, on every rank of the last stage."""
         log_probs, entropies = vocab_parallel_log_probs(
             logits[0, micro.predictors],
             micro.targets[micro.predicted],
@@ -210,7 +211,7 @@ class MegatronEngine:
             with_entropy=entropy,
         )
         of_all = partial(self._of_all_tokens, micro)
-        return of_all(log_probs), None if entropies is None else of_all(entropies)
+        return TokenOutputs(of_all(log_probs), None if entropies is None else of_all(entropies))
 
     def _of_all_tokens(self, micro: PackedMicroBatch, values: torch.Tensor) -> torch.Tensor:
         """From values of this context-parallel rank's response tokens to those of all, [r] -> [R]."""
@@ -219,27 +220,23 @@ class MegatronEngine:
         return gather_tokens(micro.predicted, len(micro.targets), mpu.get_context_parallel_group(), values)
 
     @torch.no_grad()
-    def log_probs(
+    def score(
         self, batch: RolloutBatch, micro_batches: Partition, temperature: float, reference: bool = False
-    ) -> list[torch.Tensor] | None:
-        """Log-probs of the response tokens, B x [response length] float32 on the host; None off the output rank.
+    ) -> TokenOutputs | None:
+        """Log-probs, or a critic's values, of the response tokens, [R] on the host; None off the output rank.
 
         They are in the order of `batch`, whatever the micro-batches.
         """
         chunks = self.reference if reference else self.actor
         assert chunks, "this run keeps no reference model"
 
-        def on_logits(micro: PackedMicroBatch, logits: torch.Tensor, non_loss_data: bool) -> list[torch.Tensor]:
-            if not len(micro.batch):
-                return []
-            values, _ = self._response_outputs(micro, logits, temperature, entropy=False)
-            return list(values.cpu().split(micro.batch.response_lengths.tolist()))
+        def on_logits(micro: PackedMicroBatch, logits: torch.Tensor, non_loss_data: bool) -> TokenOutputs | None:
+            return self._response_outputs(micro, logits, temperature, entropy=False) if len(micro.batch) else None
 
         results = self._run(chunks, batch, micro_batches, on_logits, forward_only=True)
         if not self.is_output_rank:
             return None
-        by_index = dict(zip(chain(*micro_batches), chain(*results), strict=True))
-        return [by_index[index] for index in range(len(batch))]
+        return _in_order(results[: len(micro_batches)], micro_batches, batch.response_lengths.tolist())
 
     def train_mini_batch(
         self,
@@ -264,8 +261,8 @@ class MegatronEngine:
             tokens = torch.ones((), dtype=torch.int, device=logits.device)
             if not len(micro.batch):
                 return 0.0 * logits.sum(), tokens, MetricSet()
-            log_probs, entropies = self._response_outputs(micro, logits, temperature, entropy)
-            loss, metrics = loss_function(micro.batch, log_probs, entropies)
+            outputs = self._response_outputs(micro, logits, temperature, entropy)
+            loss, metrics = loss_function(micro.batch, outputs)
             return loss, tokens, metrics
 
         self.optimizer.zero_grad()
@@ -389,6 +386,21 @@ class MegatronEngine:
 
     def _sharding(self) -> Sharding:
         return Sharding(self.model_config, self.layout, self._actor_parameters(), self.state_prefix)
+
+
+def _in_order(found: Sequence[TokenOutputs], micro_batches: Partition, lengths: Sequence[int]) -> TokenOutputs:
+    """Outputs of micro-batches as those of the batch that they divide, on the host; `lengths`: of its responses."""
+    indices = list(chain(*micro_batches))
+    places = sorted(range(len(indices)), key=indices.__getitem__)
+
+    def whole(name: str) -> torch.Tensor | None:
+        parts = [getattr(outputs, name) for outputs in found]
+        if parts[0] is None:
+            return None
+        of_sequences = torch.cat(parts).cpu().split([lengths[index] for index in indices])
+        return torch.cat([of_sequences[place] for place in places])
+
+    return TokenOutputs(**{field.name: whole(field.name) for field in fields(TokenOutputs)})
 
 
 def _none_if_alone(group: dist.ProcessGroup) -> dist.ProcessGroup | None:
