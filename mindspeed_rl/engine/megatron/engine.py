@@ -12,8 +12,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
-from megatron.core.distributed import finalize_model_grads
-from megatron.core.models.gpt import GPTModel
+from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
 
@@ -27,6 +26,7 @@ from mindspeed_rl.config.schema import MegatronConfig
 from mindspeed_rl.device.base import Device
 from mindspeed_rl.engine.base import LossFunction, Partition, TokenOutputs
 from mindspeed_rl.engine.megatron.context_parallel import gather_tokens
+from mindspeed_rl.engine.megatron.language_model import LanguageModel
 from mindspeed_rl.engine.megatron.model import build_model, data_parallel, named_parameters
 from mindspeed_rl.engine.megatron.offload import HostMemory
 from mindspeed_rl.engine.megatron.optimizer import Optimizer
@@ -94,7 +94,7 @@ class MegatronEngine:
         self.actor = data_parallel(cfg, chunks)
         self.optimizer = Optimizer(cfg, self.actor, total_steps)
         self._plans: dict[tuple[int, RolloutLayout | None], ExportPlan] = {}
-        self.reference: list[GPTModel] = []
+        self.reference: list[LanguageModel] = []
         if with_reference:
             self.reference = [chunk.requires_grad_(False) for chunk in build_model(cfg, model, device, self.layout)]
             self._load(self.reference, weights)
@@ -107,7 +107,7 @@ class MegatronEngine:
 
     # ---- weights -------------------------------------------------------------------------------------------------
 
-    def _load(self, chunks: Sequence[GPTModel], weights: HFWeights | StoredTensors) -> None:
+    def _load(self, chunks: Sequence[LanguageModel], weights: HFWeights | StoredTensors) -> None:
         self._fill(self._parameters_of(chunks), weights, self.model_config)
 
     def _parameters_of(self, chunks: Sequence[torch.nn.Module]) -> dict[str, torch.nn.Parameter]:
@@ -166,26 +166,36 @@ class MegatronEngine:
 
     # ---- passes --------------------------------------------------------------------------------------------------
 
-    def _run(
-        self,
-        chunks: Sequence[torch.nn.Module],
-        batch: RolloutBatch,
-        micro_batches: Partition,
-        on_logits: Any,
-        forward_only: bool,
-    ) -> list[Any]:
-        """Run Megatron's schedule over the micro-batches; what `on_logits` gives for each, on the last stage."""
+    def _pack(self, batch: RolloutBatch, micro_batches: Partition) -> list[PackedMicroBatch]:
+        """One for each pass of the pipeline."""
         assert sorted(chain(*micro_batches)) == list(range(len(batch))), "micro-batches hold every sequence once"
         multiple = self.cfg.tensor_model_parallel_size if self.cfg.sequence_parallel else 1
         part = Part(mpu.get_context_parallel_rank(), self.cfg.context_parallel_size, multiple)
         packed = [pack(batch.select(indices), self.device.current(), part) for indices in micro_batches]
-        if len(chunks) > 1:  # the interleaved schedule takes groups of as many micro-batches as there are stages
+        if len(self.actor) > 1:  # the interleaved schedule takes groups of as many passes as there are stages
             packed += [pack(batch.select([]), self.device.current(), part)] * (-len(packed) % self.layout.pp)
+        return packed
+
+    def _run(
+        self,
+        chunks: Sequence[torch.nn.Module],
+        packed: Sequence[PackedMicroBatch],
+        on_hidden: Any,
+        forward_only: bool,
+    ) -> list[Any]:
+        """Run Megatron's schedule over the micro-batches; what `on_hidden` gives for each, on the last stage.
+
+        It gets the micro-batch, the last chunk, and its final hidden states of what predicts response tokens, [r, h].
+        """
+
+        def finish(micro: PackedMicroBatch, module: Any, hidden: torch.Tensor, non_loss_data: bool = False) -> Any:
+            model = module.module if isinstance(module, DistributedDataParallel) else module
+            return on_hidden(micro, model, hidden[micro.predictors])
 
         def forward(iterator: Iterator[PackedMicroBatch], module: torch.nn.Module) -> tuple[torch.Tensor, Any]:
             micro = next(iterator)
             output = module(micro.tokens, micro.positions, None, packed_seq_params=micro.params)
-            return output, partial(on_logits, micro)
+            return output, partial(finish, micro, module)
 
         return get_forward_backward_func()(
             forward_step_func=forward,
@@ -199,11 +209,11 @@ class MegatronEngine:
         )
 
     def _response_outputs(
-        self, micro: PackedMicroBatch, logits: torch.Tensor, temperature: float, entropy: bool
+        self, micro: PackedMicroBatch, model: LanguageModel, hidden: torch.Tensor, temperature: float, entropy: bool
     ) -> TokenOutputs:
         """Of all response tokens, on every rank of the last stage."""
         log_probs, entropies = vocab_parallel_log_probs(
-            logits[0, micro.predictors],
+            model.logits(hidden),
             micro.targets[micro.predicted],
             mpu.get_tensor_model_parallel_group(),
             self.model_config.vocab_size,
@@ -230,10 +240,12 @@ class MegatronEngine:
         chunks = self.reference if reference else self.actor
         assert chunks, "this run keeps no reference model"
 
-        def on_logits(micro: PackedMicroBatch, logits: torch.Tensor, non_loss_data: bool) -> TokenOutputs | None:
-            return self._response_outputs(micro, logits, temperature, entropy=False) if len(micro.batch) else None
+        def outputs(micro: PackedMicroBatch, model: LanguageModel, hidden: torch.Tensor) -> TokenOutputs | None:
+            if not len(micro.batch):
+                return None
+            return self._response_outputs(micro, model, hidden, temperature, entropy=False)
 
-        results = self._run(chunks, batch, micro_batches, on_logits, forward_only=True)
+        results = self._run(chunks, self._pack(batch, micro_batches), outputs, forward_only=True)
         if not self.is_output_rank:
             return None
         return _in_order(results[: len(micro_batches)], micro_batches, batch.response_lengths.tolist())
@@ -256,17 +268,19 @@ class MegatronEngine:
             RuntimeError: a gradient is not finite (raised by Megatron before the step is taken).
         """
 
-        def on_logits(micro: PackedMicroBatch, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, MetricSet]:
+        def loss_of(
+            micro: PackedMicroBatch, model: LanguageModel, hidden: torch.Tensor
+        ) -> tuple[torch.Tensor, torch.Tensor, MetricSet]:
             # the token count, second, would only matter if Megatron were asked to divide by it
-            tokens = torch.ones((), dtype=torch.int, device=logits.device)
+            tokens = torch.ones((), dtype=torch.int, device=hidden.device)
             if not len(micro.batch):
-                return 0.0 * logits.sum(), tokens, MetricSet()
-            outputs = self._response_outputs(micro, logits, temperature, entropy)
+                return model.nothing(hidden), tokens, MetricSet()
+            outputs = self._response_outputs(micro, model, hidden, temperature, entropy)
             loss, metrics = loss_function(micro.batch, outputs)
             return loss, tokens, metrics
 
         self.optimizer.zero_grad()
-        results = self._run(self.actor, batch, micro_batches, on_logits, forward_only=False)
+        results = self._run(self.actor, self._pack(batch, micro_batches), loss_of, forward_only=False)
         finalize_model_grads(self.actor)
         metrics = MetricSet()
         if self.is_output_rank:
