@@ -23,6 +23,7 @@ class TokenOutputs:
 
     log_probs: torch.Tensor | None = None  # [R] float32, of the tokens themselves; None from a critic
     entropy: torch.Tensor | None = None  # [R] float32, of the distributions they are drawn from
+    kl: torch.Tensor | None = None  # [R] float32, of those to the reference's, over the whole vocabulary
     values: torch.Tensor | None = None  # [R] float32, of what is before each token; from a critic
 
 
@@ -72,10 +73,12 @@ class TrainingEngine(Protocol):
         micro_batches: Partition,
         temperature: float,
         entropy: bool,
+        kl: bool = False,
         limit: tuple[str, float] | None = None,
     ) -> MetricSet:
         """One optimizer step on this data-parallel rank's share of a mini-batch.
 
+        entropy, kl: the loss function gets these, too (see `TokenOutputs`); kl needs the reference on the device.
         limit: a metric that is a mean over the mini-batch, and the largest value with which the step is taken;
         `actor/early_stopped` tells every rank whether it was not.
         """

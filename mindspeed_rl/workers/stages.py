@@ -9,7 +9,7 @@ import numpy as np
 
 from mindspeed_rl.algorithms.covariance import COV_LOSSES
 from mindspeed_rl.config.files import resolve_model
-from mindspeed_rl.config.layout import Layout, tokens_may_be_stale, uses_critic
+from mindspeed_rl.config.layout import Layout, tokens_may_be_stale, uses_critic, uses_full_kl
 from mindspeed_rl.config.model import ModelConfig
 from mindspeed_rl.config.schema import Config
 from mindspeed_rl.data.packing import balanced_partition, sequence_costs
@@ -54,8 +54,13 @@ SCORING = {
 
 
 def uses_reference(config: Config) -> bool:
-    """True if some term needs the reference model's log-probs."""
+    """True if some term needs the reference model."""
     return config.rl_config.init_kl_coef > 0
+
+
+def uses_reference_log_probs(config: Config) -> bool:
+    """True if its log-probs are needed; for the KL over the vocabulary the update runs the model itself."""
+    return uses_reference(config) and not uses_full_kl(config)
 
 
 def uses_partial_rollout(config: Config) -> bool:
@@ -114,7 +119,7 @@ def advantage_results(config: Config) -> tuple[str, ...]:
 def scoring_stages(config: Config) -> list[str]:
     """Which of `SCORING` this run needs."""
     used = {
-        "reference": uses_reference(config),
+        "reference": uses_reference_log_probs(config),
         "value": uses_critic(config),
         "old_log_prob": uses_old_log_probs(config),  # last: the update needs the actor, too
     }
@@ -124,7 +129,7 @@ def scoring_stages(config: Config) -> list[str]:
 def update_columns(config: Config) -> tuple[str, ...]:
     """Per-token columns that the update needs, in a fixed order."""
     optional = {
-        "reference_log_probs": uses_reference(config),
+        "reference_log_probs": uses_reference_log_probs(config),
         "old_log_probs": uses_old_log_probs(config),
         "rollout_log_probs": bool(config.generate_config.sampling_config.logprobs),
         "policy_versions": tokens_may_be_stale(config),

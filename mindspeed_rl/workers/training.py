@@ -21,7 +21,7 @@ from mindspeed_rl.checkpoint.state import CheckpointReader, CheckpointStore
 from mindspeed_rl.checkpoint.tensors import StoredTensors
 from mindspeed_rl.common.metric import MetricSet
 from mindspeed_rl.common.timing import Timings
-from mindspeed_rl.config.layout import uses_critic
+from mindspeed_rl.config.layout import uses_critic, uses_full_kl
 from mindspeed_rl.config.model import ModelConfig
 from mindspeed_rl.data.packing import fixed_micro_batches, micro_batches, sequence_costs
 from mindspeed_rl.resharding.layout import RolloutLayout
@@ -276,6 +276,7 @@ class Training:
                 kl_coef=0.0 if self.rl.use_kl_in_reward else kl_coef,
                 importance=importance,
                 selected=columns.get("selected"),
+                full_kl=outputs.kl,
             )
             found.merge(of_weights)
             if "policy_versions" in columns:
@@ -288,9 +289,16 @@ class Training:
             return value, found
 
         ratio = self.rl.early_stop_imp_ratio
-        limit = None if ratio is None else ("actor/imp_ratio", ratio)
         metrics.merge(
-            self.engine.train_mini_batch(batch, loss, passes, self.sampling.temperature, entropy=True, limit=limit)
+            self.engine.train_mini_batch(
+                batch,
+                loss,
+                passes,
+                self.sampling.temperature,
+                entropy=True,
+                kl=uses_full_kl(self.config),
+                limit=None if ratio is None else ("actor/imp_ratio", ratio),
+            )
         )
 
     def _importance(

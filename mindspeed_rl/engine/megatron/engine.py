@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -16,6 +16,7 @@ from megatron.core.distributed import DistributedDataParallel, finalize_model_gr
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
 
+from mindspeed_rl.algorithms.full_kl import vocab_parallel_kl
 from mindspeed_rl.algorithms.log_probs import vocab_parallel_log_probs
 from mindspeed_rl.checkpoint.hf import HFWeights
 from mindspeed_rl.checkpoint.tensors import Piece, StoredTensors
@@ -212,16 +213,23 @@ class MegatronEngine:
         self, micro: PackedMicroBatch, model: LanguageModel, hidden: torch.Tensor, temperature: float, entropy: bool
     ) -> TokenOutputs:
         """Of all response tokens, on every rank of the last stage."""
-        log_probs, entropies = vocab_parallel_log_probs(
-            model.logits(hidden),
-            micro.targets[micro.predicted],
-            mpu.get_tensor_model_parallel_group(),
-            self.model_config.vocab_size,
-            temperature=temperature,
-            with_entropy=entropy,
-        )
+        logits, targets = model.logits(hidden), micro.targets[micro.predicted]
+        group, vocab_size = mpu.get_tensor_model_parallel_group(), self.model_config.vocab_size
+        log_probs, entropies = vocab_parallel_log_probs(logits, targets, group, vocab_size, temperature, entropy)
+        kl = None
+        if micro.reference is not None:
+            weight = self.reference[-1].output_weight
+            kl = vocab_parallel_kl(logits, micro.reference, weight, group, vocab_size, temperature)
         of_all = partial(self._of_all_tokens, micro)
-        return TokenOutputs(of_all(log_probs), None if entropies is None else of_all(entropies))
+        return TokenOutputs(*(None if values is None else of_all(values) for values in (log_probs, entropies, kl)))
+
+    @torch.no_grad()
+    def _with_reference(self, packed: Sequence[PackedMicroBatch]) -> list[PackedMicroBatch]:
+        """The micro-batches with the reference's hidden states, where these are: on the last stage."""
+        assert self.reference, "this run keeps no reference model"
+        found = self._run(self.reference, packed, lambda micro, model, hidden: hidden, forward_only=True)
+        of_micro = found or [None] * len(packed)
+        return [replace(micro, reference=hidden) for micro, hidden in zip(packed, of_micro, strict=True)]
 
     def _of_all_tokens(self, micro: PackedMicroBatch, values: torch.Tensor) -> torch.Tensor:
         """From values of this context-parallel rank's response tokens to those of all, [r] -> [R]."""
@@ -257,10 +265,12 @@ class MegatronEngine:
         micro_batches: Partition,
         temperature: float,
         entropy: bool,
+        kl: bool = False,
         limit: tuple[str, float] | None = None,
     ) -> MetricSet:
         """One optimizer step on this data-parallel rank's share of a mini-batch.
 
+        entropy, kl: the loss function gets these, too (see `TokenOutputs`); kl needs the reference on the device.
         limit: a metric that is a mean over the mini-batch, and the largest value with which the step is taken;
         `actor/early_stopped` tells every rank whether it was not.
 
@@ -279,8 +289,11 @@ class MegatronEngine:
             loss, metrics = loss_function(micro.batch, outputs)
             return loss, tokens, metrics
 
+        packed = self._pack(batch, micro_batches)
+        if kl:
+            packed = self._with_reference(packed)
         self.optimizer.zero_grad()
-        results = self._run(self.actor, self._pack(batch, micro_batches), loss_of, forward_only=False)
+        results = self._run(self.actor, packed, loss_of, forward_only=False)
         finalize_model_grads(self.actor)
         metrics = MetricSet()
         if self.is_output_rank:

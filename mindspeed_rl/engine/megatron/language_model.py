@@ -59,6 +59,13 @@ class LanguageModel(GPTModel):
         logits, _ = self.output_layer(hidden[:, None], weight=self._tied_weight())
         return logits[:, 0]
 
+    @property
+    def output_weight(self) -> torch.Tensor:
+        """[V/tp, hidden], what `logits` multiplies with."""
+        tied = self._tied_weight()
+        weight: torch.Tensor = self.output_layer.weight if tied is None else tied
+        return weight
+
     def values(self, hidden: torch.Tensor) -> torch.Tensor:
         """[n, hidden] to [n] float32."""
         assert self.value_head is not None, "this model has no value head"
