@@ -25,6 +25,7 @@ from mindspeed_rl.config.memory import GIB, estimate_memory
 from mindspeed_rl.config.model import ModelConfig
 from mindspeed_rl.config.schema import Config
 from mindspeed_rl.device.select import make_device
+from mindspeed_rl.engine.base import TokenOutputs
 from mindspeed_rl.resharding.names import parameter_table
 from mindspeed_rl.types import RolloutBatch
 
@@ -145,9 +146,10 @@ def measure(rank: int, device_name: str, world: int, overrides: tuple[str, ...],
     )
     passes = [list(range(first, first + size)) for first in range(0, count, size)]
 
-    def loss(_: Any, log_probs: torch.Tensor, entropy: torch.Tensor | None) -> tuple[torch.Tensor, MetricSet]:
-        assert entropy is not None
-        return -(log_probs.mean() + 0.01 * entropy.mean()), MetricSet()
+    def loss(_: RolloutBatch, outputs: TokenOutputs) -> tuple[torch.Tensor, MetricSet]:
+        assert outputs.log_probs is not None
+        assert outputs.entropy is not None
+        return -(outputs.log_probs.mean() + 0.01 * outputs.entropy.mean()), MetricSet()
 
     engine.train_mini_batch(batch, loss, passes, 1.0, entropy=True)  # the optimizer's state is made here
     device.reset_peak_memory()

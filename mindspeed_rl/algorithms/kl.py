@@ -3,7 +3,7 @@
 Sign: every estimator estimates KL(π ‖ π_ref) ≥ 0 from tokens sampled from π, with ℓ = log π and ℓr = log π_ref of the
 sampled token; k1, k2, k3 are named as in http://joschu.net/blog/kl-approx.html. Used as a loss, an estimator's
 *gradient* is what counts; it is stated at each. The gradient of the true KL has k2's expectation; with `+` behind its
-name an estimator keeps its value and has k2's gradient.
+name an estimator keeps its value and has k2's gradient. The true KL, of whole distributions, is in `full_kl`.
 """
 
 from __future__ import annotations

@@ -45,17 +45,9 @@ def vocab_parallel_log_probs(
         ValueError: temperature or chunk not positive, shapes that do not fit, or a target outside the vocabulary
             (checked on the CPU; on accelerators, where the check would stall the queue, such a row gives NaN).
     """
-    if not temperature > 0:
-        raise ValueError(f"temperature = {temperature}: log-probs need one > 0")
-    if chunk < 1:
-        raise ValueError(f"chunk = {chunk}: must be >= 1")
-    if logits.dim() != 2 or targets.shape != logits.shape[:1]:
+    check_logits(logits, group, vocab_size, temperature, chunk)
+    if targets.shape != logits.shape[:1]:
         raise ValueError(f"logits {tuple(logits.shape)}, targets {tuple(targets.shape)}: must be [N, V/tp] and [N]")
-    ranks = 1 if group is None else dist.get_world_size(group)
-    if logits.shape[1] * ranks < vocab_size:
-        raise ValueError(
-            f"logits have {logits.shape[1]} columns on {ranks} ranks: fewer than vocab_size {vocab_size}"
-        )
     if (
         targets.device.type == "cpu"
         and len(targets)
@@ -63,6 +55,23 @@ def vocab_parallel_log_probs(
     ):
         raise ValueError(f"targets from {int(targets.min())} to {int(targets.max())}: must be in [0, {vocab_size})")
     return _VocabParallelLogProbs.apply(logits, targets, group, vocab_size, temperature, with_entropy, chunk)
+
+
+def check_logits(
+    logits: Tensor, group: dist.ProcessGroup | None, vocab_size: int, temperature: float, chunk: int
+) -> None:
+    """Raise ValueError, with the value, for what cannot be worked off; arguments as in `vocab_parallel_log_probs`."""
+    if not temperature > 0:
+        raise ValueError(f"temperature = {temperature}: must be > 0")
+    if chunk < 1:
+        raise ValueError(f"chunk = {chunk}: must be >= 1")
+    if logits.dim() != 2:
+        raise ValueError(f"logits {tuple(logits.shape)}: must be [N, V/tp]")
+    ranks = 1 if group is None else dist.get_world_size(group)
+    if logits.shape[1] * ranks < vocab_size:
+        raise ValueError(
+            f"logits have {logits.shape[1]} columns on {ranks} ranks: fewer than vocab_size {vocab_size}"
+        )
 
 
 class _VocabParallelLogProbs(torch.autograd.Function):
@@ -78,26 +87,25 @@ class _VocabParallelLogProbs(torch.autograd.Function):
         chunk: int,
     ) -> tuple[Tensor, Tensor | None]:
         rows, columns = logits.shape
-        first = 0 if group is None else dist.get_rank(group) * columns
-        real = min(max(vocab_size - first, 0), columns)  # this rank's columns that are not padding
-        column, is_mine = _own_column(targets, first, real)
+        real = real_columns(columns, group, vocab_size)
+        column, is_mine = _own_column(targets, _first_column(columns, group), real)
 
         # exact in the logits' own precision, and the division by a positive number keeps the order
         largest = logits.new_full((rows,), -torch.inf, dtype=torch.float32)
         if real and rows:
             largest = logits[:, :real].amax(dim=1).float() / temperature
-        _all_reduce(largest, dist.ReduceOp.MAX, group)
+        all_reduce(largest, dist.ReduceOp.MAX, group)
 
         sums = logits.new_zeros((3 if with_entropy else 2, rows), dtype=torch.float32)
         if real:
-            for part in _chunks(rows, chunk):
-                z = _scaled_copy(logits[part, :real], temperature).sub_(largest[part, None])
+            for part in row_chunks(rows, chunk):
+                z = scaled_copy(logits[part, :real], temperature).sub_(largest[part, None])
                 sums[0, part] = z.gather(1, column[part, None]).squeeze(1) * is_mine[part]
                 exp = z.exp()
                 sums[1, part] = exp.sum(dim=1)
                 if with_entropy:
                     sums[2, part] = exp.mul_(z).sum(dim=1)
-        _all_reduce(sums, dist.ReduceOp.SUM, group)
+        all_reduce(sums, dist.ReduceOp.SUM, group)
 
         log_sum = sums[1].log()
         log_probs = sums[0] - log_sum
@@ -115,8 +123,8 @@ class _VocabParallelLogProbs(torch.autograd.Function):
         real, temperature = ctx.real, ctx.temperature
         grad_logits = torch.empty_like(logits)
         grad_logits[:, real:] = 0
-        for part in _chunks(len(logits), ctx.chunk) if real else ():
-            log_p = _scaled_copy(logits[part, :real], temperature).sub_(log_normaliser[part, None])
+        for part in row_chunks(len(logits), ctx.chunk) if real else ():
+            log_p = scaled_copy(logits[part, :real], temperature).sub_(log_normaliser[part, None])
             p = log_p.exp()
             if grad_entropy is None:
                 grad_z = log_p.zero_()  # in place: chunk·V/tp is the size that matters here
@@ -130,6 +138,16 @@ class _VocabParallelLogProbs(torch.autograd.Function):
         return grad_logits, None, None, None, None, None, None
 
 
+def _first_column(columns: int, group: dist.ProcessGroup | None) -> int:
+    """Index in the whole vocabulary."""
+    return 0 if group is None else dist.get_rank(group) * columns
+
+
+def real_columns(columns: int, group: dist.ProcessGroup | None, vocab_size: int) -> int:
+    """How many of this rank's columns are not padding: its first ones."""
+    return min(max(vocab_size - _first_column(columns, group), 0), columns)
+
+
 def _own_column(targets: Tensor, first: int, real: int) -> tuple[Tensor, Tensor]:
     """Column of each target on this rank (0 where another rank holds it), and float 1 where this rank holds it."""
     local = targets - first
@@ -137,15 +155,17 @@ def _own_column(targets: Tensor, first: int, real: int) -> tuple[Tensor, Tensor]
     return torch.where(is_mine, local, 0), is_mine.float()
 
 
-def _scaled_copy(logits: Tensor, temperature: float) -> Tensor:
+def scaled_copy(logits: Tensor, temperature: float) -> Tensor:
     """logits / temperature in float32, in memory of its own that the caller may overwrite."""
     return logits.to(torch.float32, copy=True).div_(temperature)
 
 
-def _chunks(rows: int, chunk: int) -> list[slice]:
+def row_chunks(rows: int, chunk: int) -> list[slice]:
+    """All rows, at most `chunk` at a time."""
     return [slice(start, min(start + chunk, rows)) for start in range(0, rows, chunk)]
 
 
-def _all_reduce(values: Tensor, operation: dist.ReduceOp.RedOpType, group: dist.ProcessGroup | None) -> None:
+def all_reduce(values: Tensor, operation: dist.ReduceOp.RedOpType, group: dist.ProcessGroup | None) -> None:
+    """In place, over the ranks of `group` if there is one."""
     if group is not None:
         dist.all_reduce(values, operation, group=group)

@@ -10,6 +10,7 @@ from mindspeed_rl.algorithms.kl import KL_ESTIMATORS
 from mindspeed_rl.algorithms.log_ratio import clamp_log_ratio
 from mindspeed_rl.algorithms.losses import POLICY_LOSSES, PolicyBatch
 from mindspeed_rl.common.metric import Metric, MetricSet
+from mindspeed_rl.config.algorithm import FULL_KL
 from mindspeed_rl.config.schema import RLConfig
 from mindspeed_rl.types import Denominators
 
@@ -32,7 +33,7 @@ class PolicyObjective:
             raise ValueError(f"rl_config.loss_agg_mode = {cfg.loss_agg_mode!r} needs a horizon")
         self.cfg, self.horizon = cfg, horizon
         self.policy_loss = POLICY_LOSSES[cfg.loss_type]
-        self.kl = KL_ESTIMATORS[cfg.kl_penalty]
+        self.estimate_kl = None if cfg.kl_penalty == FULL_KL else KL_ESTIMATORS[cfg.kl_penalty]
 
     def __call__(
         self,
@@ -47,6 +48,7 @@ class PolicyObjective:
         kl_coef: float,
         importance: Tensor | None = None,
         selected: Tensor | None = None,
+        full_kl: Tensor | None = None,
     ) -> tuple[Tensor, MetricSet]:
         """This micro-batch's share of the global loss; the shares of all micro-batches and ranks add up to it.
 
@@ -63,6 +65,7 @@ class PolicyObjective:
             importance: [R] float32, weights of the tokens' policy losses, taken as constants; None: all 1. KL and
                 entropy are not weighted: they are properties of the policy being trained at the tokens there are.
             selected: [R] bool, tokens chosen by their covariance, for losses that need them.
+            full_kl: [R] float32 with gradient, over the vocabulary; None: no KL term with `kl_penalty: full`.
 
         Returns:
             Scalar loss, and metrics `actor/*` as means over what the loss is a mean of.
@@ -73,8 +76,10 @@ class PolicyObjective:
         cfg, counted = self.cfg, mask > 0
         if entropy is None and cfg.entropy_coeff != 0:
             raise ValueError(f"rl_config.entropy_coeff = {cfg.entropy_coeff} needs the entropy of every token")
-        if ref_log_probs is None and kl_coef != 0:
-            raise ValueError(f"kl_coef = {kl_coef} needs the reference's log-probs")
+        of_reference = full_kl if self.estimate_kl is None else ref_log_probs
+        if of_reference is None and kl_coef != 0:
+            what = "KL over the vocabulary" if self.estimate_kl is None else "reference's log-probs"
+            raise ValueError(f"kl_coef = {kl_coef} needs the {what}")
 
         def clean(values: Tensor) -> Tensor:
             # selected, not multiplied: 0·NaN would spoil the value, and the gradient of an overflow the weights
@@ -91,8 +96,9 @@ class PolicyObjective:
             pg_loss = pg_loss * clean(importance.detach())
         loss = self._aggregate(pg_loss, batch, denominators)
         terms = {"pg_loss": loss}
-        if ref_log_probs is not None:
-            terms["kl"] = self._aggregate(self.kl(log_probs, clean(ref_log_probs)), batch, denominators)
+        if of_reference is not None:
+            kl = self.estimate_kl(log_probs, clean(of_reference)) if self.estimate_kl else of_reference
+            terms["kl"] = self._aggregate(kl, batch, denominators)
             if kl_coef:  # a weight of 0 must not cost a backward pass
                 loss = loss + kl_coef * terms["kl"]
         if entropy is not None:

@@ -21,7 +21,8 @@ ADV_ESTIMATORS = (
     "gae",
 )
 LOSS_TYPES = ("ppo", "gspo", "cispo", "sapo", "gmpo", "clip_cov", "kl_cov")
-KL_PENALTIES = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
+KL_PENALTIES = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")  # estimators
+FULL_KL = "full"  # no estimate: the KL over the whole vocabulary
 
 
 class AlgorithmConfig(Section):
@@ -66,7 +67,7 @@ class AlgorithmConfig(Section):
     kl_penalty: str = Field(
         "low_var_kl",
         description=f"estimator of the KL divergence to the reference: {', '.join(KL_PENALTIES)}; with + behind its "
-        "name, as a loss, it has the gradient of k2",
+        f"name, as a loss, it has the gradient of k2; or {FULL_KL}: the KL itself, over the whole vocabulary",
     )
     use_kl_in_reward: Switch = Field(False, description="KL is taken off the tokens' rewards, not added to the loss")
     kl_ctrl_type: Literal["fixed", "adaptive"] = Field("fixed", description="controller of the KL coefficient")

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from itertools import accumulate
 
+from mindspeed_rl.config.algorithm import FULL_KL
 from mindspeed_rl.config.schema import Config, MegatronConfig
 
 Chunks = tuple[tuple[range, ...], ...]
@@ -232,6 +233,11 @@ def uses_critic(cfg: Config) -> bool:
 def uses_greedy_baseline(cfg: Config) -> bool:
     """True if advantages need the reward of a greedy response to each prompt."""
     return cfg.rl_config.adv_estimator == "remax"
+
+
+def uses_full_kl(cfg: Config) -> bool:
+    """True if the update computes the KL to the reference over the whole vocabulary, and needs that model for it."""
+    return cfg.rl_config.kl_penalty == FULL_KL and cfg.rl_config.init_kl_coef > 0
 
 
 def tokens_may_be_stale(cfg: Config) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mindspeed_rl.config.layout import Layout, pipeline_chunks, uses_critic, uses_greedy_baseline
+from mindspeed_rl.config.layout import Layout, pipeline_chunks, uses_critic, uses_full_kl, uses_greedy_baseline
 from mindspeed_rl.config.model import ModelConfig
 from mindspeed_rl.config.schema import Config
 
@@ -178,9 +178,17 @@ def activation_bytes(cfg: Config, model: ModelConfig, layout: Layout) -> int:
 
 
 def logit_bytes(cfg: Config, model: ModelConfig, layout: Layout) -> int:
-    """Logits of one micro-batch of full length in float32 and their gradient: 2 x 4 x tokens x V / TP."""
-    tokens = micro_batch_tokens(cfg, layout)
-    return 2 * FLOAT32 * tokens * model.padded_vocab_size(layout.tp) // layout.tp
+    """Logits of one micro-batch of full length in float32 and their gradient: 2 x 4 x tokens x V / TP.
+
+    With the KL over the vocabulary a gradient more, as the loss is then of two functions of the logits, and the
+    reference's final hidden states of a mini-batch's responses.
+    """
+    of_logits = FLOAT32 * micro_batch_tokens(cfg, layout) * model.padded_vocab_size(layout.tp) // layout.tp
+    if not uses_full_kl(cfg):
+        return 2 * of_logits
+    responses = layout.sequences_per_mini_batch_per_rank * cfg.generate_config.sampling_config.max_tokens
+    width = 2 if cfg.actor.bf16 else FLOAT32
+    return 3 * of_logits + responses * model.hidden_size * width // layout.cp
 
 
 def kv_bytes_per_token(cfg: Config, model: ModelConfig) -> int:

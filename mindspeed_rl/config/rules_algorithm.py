@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mindspeed_rl.common.errors import Violation
-from mindspeed_rl.config.algorithm import ADV_ESTIMATORS, KL_PENALTIES, LOSS_TYPES
+from mindspeed_rl.config.algorithm import ADV_ESTIMATORS, FULL_KL, KL_PENALTIES, LOSS_TYPES
 from mindspeed_rl.config.layout import tokens_may_be_stale, uses_critic
 from mindspeed_rl.config.rule import Found, nearest, rule
 from mindspeed_rl.config.schema import Config, RLConfig
@@ -58,7 +58,7 @@ CRITIC_KEYS = (
 _NAMES: Mapping[str, tuple[str, ...]] = {
     "adv_estimator": ADV_ESTIMATORS,
     "loss_type": LOSS_TYPES,
-    "kl_penalty": (*KL_PENALTIES, *(f"{name}+" for name in KL_PENALTIES)),
+    "kl_penalty": tuple(f"{name}{mark}" for mark in ("", "+") for name in (*KL_PENALTIES, FULL_KL)),
 }
 _CORRECTION = tuple(
     f"rollout_is_{key}" for key in ("level", "mode", "threshold", "threshold_lower", "veto_threshold")
@@ -156,9 +156,29 @@ def kl_in_reward_has_a_weight_and_no_gradient(cfg: Config) -> Found:
     if rl.init_kl_coef == 0:
         hint = "set a positive init_kl_coef, or use_kl_in_reward: false"
         yield Violation("rl_config.use_kl_in_reward", True, "has no effect with init_kl_coef = 0.0", hint)
-    if rl.kl_penalty.endswith("+"):
+    if rl.kl_penalty.endswith("+") and rl.kl_penalty != f"{FULL_KL}+":  # refused in any case
         message = "is about the gradient of a loss, and use_kl_in_reward = True puts KL into rewards"
         yield Violation("rl_config.kl_penalty", rl.kl_penalty, message, f"set {rl.kl_penalty[:-1]}")
+
+
+@rule("rl_config.kl_penalty", "rl_config.use_kl_in_reward", "rl_config.ref_forward_micro_batch_size")
+def full_kl_is_a_loss(cfg: Config) -> Found:
+    rl, path = cfg.rl_config, "rl_config.kl_penalty"
+    if rl.kl_penalty == f"{FULL_KL}+":
+        yield Violation(path, rl.kl_penalty, "is about estimators: the gradient of full is exact", f"set {FULL_KL}")
+    if rl.kl_penalty != FULL_KL:
+        return
+    if rl.use_kl_in_reward:
+        message = (
+            "is the KL of whole distributions, which the update computes for its gradient; with use_kl_in_reward = "
+            "True rewards come before it, and are of the tokens that were sampled"
+        )
+        yield Violation(path, rl.kl_penalty, message, "set use_kl_in_reward: false, or kl_penalty: k1")
+    key = "ref_forward_micro_batch_size"
+    if _changed(rl, key):
+        message = f"has no effect with kl_penalty = {FULL_KL!r}: the reference's passes are those of the update"
+        default = RLConfig.model_fields[key].default
+        yield Violation(f"rl_config.{key}", getattr(rl, key), message, f"leave it at {default}")
 
 
 # ---------------------------------------------------------------- critic

@@ -7,7 +7,7 @@ from typing import Any
 
 from mindspeed_rl.common.errors import Violation
 from mindspeed_rl.config.files import actor_path
-from mindspeed_rl.config.layout import derive_layout
+from mindspeed_rl.config.layout import derive_layout, uses_full_kl
 from mindspeed_rl.config.memory import GIB, MemoryEstimate, estimate_memory
 from mindspeed_rl.config.model import ModelConfig
 from mindspeed_rl.config.rule import INFER_TP, Found
@@ -70,7 +70,7 @@ def _for_rollout(cfg: Config, memory: MemoryEstimate) -> float:
 
 
 def _update(cfg: Config, memory: MemoryEstimate) -> tuple[Parts, float]:
-    stays = not (cfg.generate_config.offload_reference and cfg.rl_config.use_integrated_worker)
+    may_leave = cfg.generate_config.offload_reference and cfg.rl_config.use_integrated_worker
     asleep = _for_rollout(cfg, memory) if cfg.device == "cpu" and cfg.rl_config.use_integrated_worker else 0
     parts = {
         "weights": memory.weights,
@@ -79,7 +79,7 @@ def _update(cfg: Config, memory: MemoryEstimate) -> tuple[Parts, float]:
         "critic": memory.critic,
         "activations": memory.activations,
         "logits": memory.logits,
-        "reference": memory.reference if stays else 0,
+        "reference": memory.reference if uses_full_kl(cfg) or not may_leave else 0,
         "rollout, which cannot sleep": asleep,
     }
     return parts, _limit(cfg)

@@ -13,10 +13,21 @@ from mindspeed_rl.common.metric import MetricSet
 from mindspeed_rl.resharding.layout import RolloutLayout
 from mindspeed_rl.types import RolloutBatch
 
-# (micro-batch, log_probs [R] with gradient, entropy [R] or None) -> (scalar loss, metrics)
-LossFunction = Callable[[RolloutBatch, torch.Tensor, torch.Tensor | None], tuple[torch.Tensor, MetricSet]]
+
+@dataclass(frozen=True)
+class TokenOutputs:
+    """What a pass says of the R response tokens of its sequences; None: it was not asked for.
+
+    In training all carry a gradient.
+    """
+
+    log_probs: torch.Tensor | None = None  # [R] float32, of the tokens themselves; None from a critic
+    entropy: torch.Tensor | None = None  # [R] float32, of the distributions they are drawn from
+    kl: torch.Tensor | None = None  # [R] float32, of those to the reference's, over the whole vocabulary
+    values: torch.Tensor | None = None  # [R] float32, of what is before each token; from a critic
 
 
+LossFunction = Callable[[RolloutBatch, TokenOutputs], tuple[torch.Tensor, MetricSet]]  # scalar, metrics
 # the sequences of each forward(-backward) pass, as indices into a batch: every index once, no pass without any
 Partition = Sequence[Sequence[int]]
 
@@ -49,10 +60,10 @@ class TrainingEngine(Protocol):
     is_output_rank: bool  # one rank of each model replica: log-probs and metrics come from it
     data_parallel_rank: int
 
-    def log_probs(
+    def score(
         self, batch: RolloutBatch, micro_batches: Partition, temperature: float, reference: bool = False
-    ) -> list[torch.Tensor] | None:
-        """Log-probs of the response tokens, B x [response length] float32 on the host; None off the output rank.
+    ) -> TokenOutputs | None:
+        """Log-probs, or a critic's values, of the response tokens, [R] on the host; None off the output rank.
 
         They are in the order of `batch`, whatever the micro-batches.
         """
@@ -64,10 +75,12 @@ class TrainingEngine(Protocol):
         micro_batches: Partition,
         temperature: float,
         entropy: bool,
+        kl: bool = False,
         limit: tuple[str, float] | None = None,
     ) -> MetricSet:
         """One optimizer step on this data-parallel rank's share of a mini-batch.
 
+        entropy, kl: the loss function gets these, too (see `TokenOutputs`); kl needs the reference on the device.
         limit: a metric that is a mean over the mini-batch, and the largest value with which the step is taken;
         `actor/early_stopped` tells every rank whether it was not.
         """

@@ -23,7 +23,7 @@ import torch
 
 from mindspeed_rl.common.errors import CheckpointError
 from mindspeed_rl.config.model import ModelConfig
-from mindspeed_rl.resharding.tables import TABLES, VALUE_HEAD, Row, Transform, sizes_of
+from mindspeed_rl.resharding.tables import OUTPUT_LAYER, TABLES, VALUE_HEAD, Row, Transform, sizes_of
 
 Shape = tuple[int, ...]
 
@@ -247,7 +247,7 @@ def parameter_table(model: ModelConfig) -> list[Parameter]:
 def _table(model: ModelConfig) -> tuple[Parameter, ...]:
     rows = [row for row in TABLES[model.architecture] if row.condition is None or getattr(model, row.condition)]
     if model.has_value_head:
-        rows = [VALUE_HEAD if row.megatron == VALUE_HEAD.megatron else row for row in rows]
+        rows = [VALUE_HEAD if row.megatron == OUTPUT_LAYER else row for row in rows]
     of_layer = [row for row in rows if "{layer}" in row.megatron]
     first = rows.index(of_layer[0])  # rows above the layers' rows come before the layers, rows below after them
     return (

@@ -27,6 +27,7 @@ class Row:
     is_float32: bool = False  # whatever the precision of training
 
 
+OUTPUT_LAYER = "output_layer.weight"
 _MCORE, _HF = "decoder.layers.{layer}.", "model.layers.{layer}."
 
 DENSE_TABLE = (
@@ -77,7 +78,7 @@ DENSE_TABLE = (
     Row(_MCORE + "mlp.linear_fc2.weight", {_HF + "mlp.down_proj.weight": ("hidden", "ffn")}, 1, layers="dense"),
     Row("decoder.final_layernorm.weight", {"model.norm.weight": ("hidden",)}, None),
     Row(
-        "output_layer.weight",
+        OUTPUT_LAYER,
         {"lm_head.weight": ("vocab", "hidden")},
         0,
         "vocab",
@@ -172,11 +173,11 @@ SHARED_EXPERT_ROWS = (
     ),
 )
 # With tied embeddings the last of several pipeline stages keeps its own copy of the embedding.
-TIED_OUTPUT = Row("output_layer.weight", {"model.embed_tokens.weight": ("vocab", "hidden")}, 0, "vocab")
+TIED_OUTPUT = Row(OUTPUT_LAYER, {"model.embed_tokens.weight": ("vocab", "hidden")}, 0, "vocab")
 
 # A critic has a value for each token in place of logits: Hugging Face's sequence classification with one label.
 VALUE_HEAD_NAME = "score.weight"
-VALUE_HEAD = Row("output_layer.weight", {VALUE_HEAD_NAME: ("value_head", "hidden")}, None)
+VALUE_HEAD = Row("value_head.weight", {VALUE_HEAD_NAME: ("value_head", "hidden")}, None)
 
 DEEPSEEK_TABLE = (
     *(row for row in DENSE_TABLE if ".self_attention." not in row.megatron),

@@ -18,6 +18,7 @@ from mindspeed_rl.algorithms.registry import Registry, load_custom_algorithms
 from mindspeed_rl.checkpoint.hf import HFWeights, is_hf_folder
 from mindspeed_rl.checkpoint.state import CheckpointReader, CheckpointStore
 from mindspeed_rl.common.errors import CheckpointError, ConfigError, Violation
+from mindspeed_rl.config.algorithm import FULL_KL
 from mindspeed_rl.config.files import HF_FOLDER, actor_path, resolve_model
 from mindspeed_rl.config.layout import Layout, derive_layout, uses_critic, uses_greedy_baseline
 from mindspeed_rl.config.model import ModelConfig
@@ -96,8 +97,8 @@ def _check_algorithms(rl: RLConfig) -> None:
     """Names that a user's file registers are known from now on; others are not."""
     load_custom_algorithms(rl.custom_algorithm_file)
     violations = []
-    registries: tuple[Registry[Any], ...] = (ADVANTAGES, POLICY_LOSSES, KL_ESTIMATORS)
-    for registry in registries:
+    registries: tuple[Registry[Any], ...] = (ADVANTAGES, POLICY_LOSSES)
+    for registry in registries if rl.kl_penalty == FULL_KL else (*registries, KL_ESTIMATORS):
         name = getattr(rl, registry.key.removeprefix("rl_config."))
         if name not in registry.names():
             known = f"known: {', '.join(registry.names())}"
@@ -129,6 +130,7 @@ def generation_keys(config: Config) -> dict[str, Any]:
         actor_path(config, "global_batch_size"): config.actor.global_batch_size,
         "rl_config.init_kl_coef": rl.init_kl_coef > 0,
         "rl_config.adv_estimator": rl.adv_estimator if uses_greedy_baseline(config) else None,
+        "rl_config.kl_penalty": rl.kl_penalty == FULL_KL,
     }
 
 

@@ -11,7 +11,7 @@ from mindspeed_rl.resharding.layout import RolloutLayout
 from mindspeed_rl.transfer_dock.spec import TransferDock
 from mindspeed_rl.workers.context import Source, WorkerReport
 from mindspeed_rl.workers.control import ControlGroup
-from mindspeed_rl.workers.residency import AFTER, BEFORE, ROLLOUT, Part, Step, may_leave
+from mindspeed_rl.workers.residency import ROLLOUT, Part, Step, after, before, may_leave
 from mindspeed_rl.workers.rollout import Rollout, vllm_engine
 from mindspeed_rl.workers.stages import scoring_stages
 from mindspeed_rl.workers.training import Training
@@ -68,11 +68,11 @@ class IntegratedWorker(TrainingWorker):
 
     def enter(self, use: str, timings: Timings) -> None:
         """Bring what a use of the device needs, and make room for it (see `residency`)."""
-        self._follow(BEFORE[use], timings)
+        self._follow(before(self.config, use), timings)
 
     def leave(self, use: str, timings: Timings) -> None:
         """Take away what only that use needs."""
-        self._follow(AFTER.get(use, ()), timings)
+        self._follow(after(self.config, use), timings)
 
     def _follow(self, steps: Sequence[Step], timings: Timings) -> None:
         for step in steps:

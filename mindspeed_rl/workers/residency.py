@@ -1,11 +1,12 @@
 """What is on the device of an integrated worker when: in the order that takes the least memory.
 
-`BEFORE` and `AFTER` say what comes and goes around each use of the device, `steps` what that makes of an iteration,
+`before` and `after` say what comes and goes around each use of the device, `steps` what that makes of an iteration,
 `peak` how much memory it takes. Nothing else decides about it; `IntegratedWorker` follows.
 
 Before rollout everything leaves that resharding does not need; then both engines' weights are there at once, which no
 order can avoid; the training weights leave before the KV cache, the largest part of rollout, comes. The reference is
-alone when its turn is, before the actor's weights are back, and so are the critic's weights.
+alone when its turn is, before the actor's weights are back, and so are the critic's weights. Only the KL over the
+vocabulary needs it together with the actor.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from mindspeed_rl.config.layout import uses_full_kl
 from mindspeed_rl.config.schema import Config
 from mindspeed_rl.workers.stages import scoring_stages
 
@@ -42,9 +44,10 @@ class Step:
 
 
 _SLEEP = Step("offload", ROLLOUT, "resharding_to_train")  # vLLM's sleep takes both away
+_REFERENCE, _NO_REFERENCE = Step("onload", ("reference",), "offload"), Step("offload", ("reference",), "offload")
 _ACTOR = Step("onload", ("param",), "resharding_to_train")
 
-BEFORE: dict[str, tuple[Step, ...]] = {
+_BEFORE: dict[str, tuple[Step, ...]] = {
     "resharding": (
         Step("offload", ("grad", "optimizer", *CRITIC), "offload"),
         Step("onload", ("param", "rollout_weights"), "resharding_to_infer"),
@@ -53,15 +56,25 @@ BEFORE: dict[str, tuple[Step, ...]] = {
         Step("offload", ("param",), "offload"),
         Step("onload", ("kv_cache",), "offload"),
     ),
-    "reference": (_SLEEP, Step("onload", ("reference",), "offload")),
+    "reference": (_SLEEP, _REFERENCE),
     "old_log_prob": (_SLEEP, _ACTOR),
     "value": (_SLEEP, Step("onload", ("critic_param",), "offload")),
     "update": (_SLEEP, _ACTOR, Step("onload", ("grad", "optimizer", *CRITIC), "offload")),
 }
-AFTER: dict[str, tuple[Step, ...]] = {
-    "reference": (Step("offload", ("reference",), "offload"),),
+_AFTER: dict[str, tuple[Step, ...]] = {
+    "reference": (_NO_REFERENCE,),
     "value": (Step("offload", ("critic_param",), "offload"),),
 }
+
+
+def before(config: Config, use: str) -> tuple[Step, ...]:
+    """What brings what a use of the device needs, and makes room for it."""
+    return (*_BEFORE[use], _REFERENCE) if use == "update" and uses_full_kl(config) else _BEFORE[use]
+
+
+def after(config: Config, use: str) -> tuple[Step, ...]:
+    """What takes away what only that use needs."""
+    return (_NO_REFERENCE,) if use == "update" and uses_full_kl(config) else _AFTER.get(use, ())
 
 
 def may_leave(config: Config, part: Part) -> bool:
@@ -79,9 +92,9 @@ def may_leave(config: Config, part: Part) -> bool:
 def steps(config: Config) -> Iterator[Step | str]:
     """An iteration with blocking stages: uses of the device in their order, and the steps around them."""
     for use in ("resharding", "rollout", *scoring_stages(config), "update"):
-        yield from BEFORE[use]
+        yield from before(config, use)
         yield use
-        yield from AFTER.get(use, ())
+        yield from after(config, use)
 
 
 def peak(sequence: Iterable[Step | str], sizes: Mapping[str, float], present: Iterable[str], config: Config) -> float:

@@ -9,7 +9,7 @@ import numpy as np
 
 from mindspeed_rl.algorithms.covariance import COV_LOSSES
 from mindspeed_rl.config.files import resolve_model
-from mindspeed_rl.config.layout import Layout, tokens_may_be_stale, uses_critic, uses_greedy_baseline
+from mindspeed_rl.config.layout import Layout, tokens_may_be_stale, uses_critic, uses_full_kl, uses_greedy_baseline
 from mindspeed_rl.config.model import ModelConfig
 from mindspeed_rl.config.schema import Config
 from mindspeed_rl.data.packing import balanced_partition, sequence_costs
@@ -46,20 +46,25 @@ COLUMNS = {
 class ScoringStage:
     """A stage in which a training engine computes log-probs, or values, of responses."""
 
-    column: str  # what it puts into the dock
+    columns: dict[str, str]  # what it puts into the dock: column -> which of the engine's `TokenOutputs`
     timing: str  # MindSpeed RL's name of its time
 
 
 SCORING = {
-    "reference": ScoringStage("reference_log_probs", "reference_model"),
-    "old_log_prob": ScoringStage("old_log_probs", "old_log_p"),
-    "value": ScoringStage("values", "values"),
+    "reference": ScoringStage({"reference_log_probs": "log_probs"}, "reference_model"),
+    "old_log_prob": ScoringStage({"old_log_probs": "log_probs"}, "old_log_p"),
+    "value": ScoringStage({"values": "values"}, "values"),
 }
 
 
 def uses_reference(config: Config) -> bool:
-    """True if some term needs the reference model's log-probs."""
+    """True if some term needs the reference model."""
     return config.rl_config.init_kl_coef > 0
+
+
+def uses_reference_log_probs(config: Config) -> bool:
+    """True if its log-probs are needed; for the KL over the vocabulary the update runs the model itself."""
+    return uses_reference(config) and not uses_full_kl(config)
 
 
 def uses_partial_rollout(config: Config) -> bool:
@@ -119,7 +124,7 @@ def advantage_results(config: Config) -> tuple[str, ...]:
 def scoring_stages(config: Config) -> list[str]:
     """Which of `SCORING` this run needs."""
     used = {
-        "reference": uses_reference(config),
+        "reference": uses_reference_log_probs(config),
         "value": uses_critic(config),
         "old_log_prob": uses_old_log_probs(config),  # last: the update needs the actor, too
     }
@@ -129,7 +134,7 @@ def scoring_stages(config: Config) -> list[str]:
 def update_columns(config: Config) -> tuple[str, ...]:
     """Per-token columns that the update needs, in a fixed order."""
     optional = {
-        "reference_log_probs": uses_reference(config),
+        "reference_log_probs": uses_reference_log_probs(config),
         "old_log_probs": uses_old_log_probs(config),
         "rollout_log_probs": bool(config.generate_config.sampling_config.logprobs),
         "policy_versions": tokens_may_be_stale(config),
@@ -165,7 +170,7 @@ def dock_spec(config: Config, layout: Layout) -> DockSpec:
             all_prompts=is_filtered,
         ),
         **{
-            stage: ConsumerSpec(needs=sequences, shares=layout.dp, puts=(SCORING[stage].column,))
+            stage: ConsumerSpec(needs=sequences, shares=layout.dp, puts=tuple(SCORING[stage].columns))
             for stage in scoring_stages(config)
         },
         "advantage": ConsumerSpec(

@@ -21,10 +21,11 @@ from mindspeed_rl.checkpoint.state import CheckpointReader, CheckpointStore
 from mindspeed_rl.checkpoint.tensors import StoredTensors
 from mindspeed_rl.common.metric import MetricSet
 from mindspeed_rl.common.timing import Timings
-from mindspeed_rl.config.layout import uses_critic
+from mindspeed_rl.config.layout import uses_critic, uses_full_kl
 from mindspeed_rl.config.model import ModelConfig
 from mindspeed_rl.data.packing import fixed_micro_batches, micro_batches, sequence_costs
 from mindspeed_rl.resharding.layout import RolloutLayout
+from mindspeed_rl.transfer_dock.jagged import Jagged
 from mindspeed_rl.transfer_dock.spec import Claim
 from mindspeed_rl.types import Denominators, RolloutBatch
 from mindspeed_rl.workers.context import Context, Source
@@ -32,7 +33,7 @@ from mindspeed_rl.workers.control import ControlGroup
 from mindspeed_rl.workers.stages import SCORING, old_log_probs_column, uses_reference
 
 if TYPE_CHECKING:
-    from mindspeed_rl.engine.base import TrainingEngine
+    from mindspeed_rl.engine.base import TokenOutputs, TrainingEngine
 
 
 class Training:
@@ -128,14 +129,14 @@ class Training:
         """Put this replica's share of `stage` ("reference" or "old_log_prob") into the dock."""
         for claim in self._claims(stage, timings):
             with timings(SCORING[stage].timing):
-                self._put_log_probs(claim, self._fetch(claim))
+                self._put_scores(claim, self._fetch(claim))
 
     def score_what_is_ready(self, iteration: int, stage: str) -> None:
         """At most one micro-batch, so that whoever shares the device is not held up for long."""
         count, share = self._micro_batch_size(stage), self.engine.data_parallel_rank
         claim = self.replica.share(lambda: self.dock.try_claim(stage, iteration, count, share))
         if isinstance(claim, Claim):  # else: nothing is ready yet, or nothing is left
-            self._put_log_probs(claim, self._fetch(claim))
+            self._put_scores(claim, self._fetch(claim))
 
     def _micro_batches(self, batch: RolloutBatch, stage: str, at_least: int = 1) -> list[list[int]]:
         """The sequences of each pass over `batch`: so many, or with `use_dynamic_bsz` as many as the cap holds."""
@@ -157,7 +158,7 @@ class Training:
         }
         return sizes[stage]
 
-    def _put_log_probs(self, claim: Claim, batch: RolloutBatch) -> None:
+    def _put_scores(self, claim: Claim, batch: RolloutBatch) -> None:
         stage = claim.consumer
         micro = self._micro_batches(batch, stage)
         if self.layout.ep > 1 and self.rl.use_dynamic_bsz:
@@ -166,10 +167,12 @@ class Training:
             micro = self._micro_batches(batch, stage, at_least=int(most))
         engine = self.critic if stage == "value" else self.engine
         assert engine is not None, "a run without a critic has no such stage"
-        values = engine.log_probs(batch, micro, self.sampling.temperature, reference=stage == "reference")
+        outputs = engine.score(batch, micro, self.sampling.temperature, reference=stage == "reference")
         if self.replica.is_leader:
-            assert values is not None, "the leader of a model replica is its output rank"
-            self.dock.ack(claim, {SCORING[stage].column: values})
+            assert outputs is not None, "the leader of a model replica is its output rank"
+            found = {column: getattr(outputs, name) for column, name in SCORING[stage].columns.items()}
+            lengths = batch.response_lengths
+            self.dock.ack(claim, {column: Jagged(values, lengths) for column, values in found.items()})
 
     # ---- samples -------------------------------------------------------------------------------------------------
 
@@ -230,7 +233,9 @@ class Training:
     def _train_critic(
         self, critic: TrainingEngine, batch: RolloutBatch, passes: list[list[int]], denominators: Denominators
     ) -> MetricSet:
-        def loss(micro: RolloutBatch, values: torch.Tensor, _: torch.Tensor | None) -> tuple[torch.Tensor, MetricSet]:
+        def loss(micro: RolloutBatch, outputs: TokenOutputs) -> tuple[torch.Tensor, MetricSet]:
+            values = outputs.values
+            assert values is not None, "a critic has values"
             names = ("values", "returns", "loss_mask")
             old, returns, mask = (torch.cat(micro.columns[name]).to(values.device) for name in names)
             lengths = micro.response_lengths.to(values.device)
@@ -252,16 +257,16 @@ class Training:
             metrics.mean("actor/early_stopped", 1.0)
             return
 
-        def loss(
-            micro: RolloutBatch, log_probs: torch.Tensor, entropy: torch.Tensor | None
-        ) -> tuple[torch.Tensor, MetricSet]:
+        def loss(micro: RolloutBatch, outputs: TokenOutputs) -> tuple[torch.Tensor, MetricSet]:
+            log_probs = outputs.log_probs
+            assert log_probs is not None, "an actor has log-probs"
             columns = {name: torch.cat(values).to(log_probs.device) for name, values in micro.columns.items()}
             lengths = micro.response_lengths.to(log_probs.device)
             old = columns.get(old_log_probs_column(self.config), log_probs.detach())
             importance, of_weights = self._importance(columns, old, lengths, iteration)
             value, found = self.objective(
                 log_probs=log_probs,
-                entropy=entropy,
+                entropy=outputs.entropy,
                 old_log_probs=old,
                 ref_log_probs=columns.get("reference_log_probs"),
                 advantages=columns["advantages"],
@@ -271,6 +276,7 @@ class Training:
                 kl_coef=0.0 if self.rl.use_kl_in_reward else kl_coef,
                 importance=importance,
                 selected=columns.get("selected"),
+                full_kl=outputs.kl,
             )
             found.merge(of_weights)
             if "policy_versions" in columns:
@@ -283,9 +289,16 @@ class Training:
             return value, found
 
         ratio = self.rl.early_stop_imp_ratio
-        limit = None if ratio is None else ("actor/imp_ratio", ratio)
         metrics.merge(
-            self.engine.train_mini_batch(batch, loss, passes, self.sampling.temperature, entropy=True, limit=limit)
+            self.engine.train_mini_batch(
+                batch,
+                loss,
+                passes,
+                self.sampling.temperature,
+                entropy=True,
+                kl=uses_full_kl(self.config),
+                limit=None if ratio is None else ("actor/imp_ratio", ratio),
+            )
         )
 
     def _importance(

@@ -61,6 +61,7 @@ class TrainingWorker(Worker):
         timings = Timings(iteration)
         self.enter("update", timings)
         metrics = self.training.update(kl_coef, timings)
+        self.leave("update", timings)
         return self.context.report(timings, metrics)
 
     def save(self, root: str, iteration: int) -> None:

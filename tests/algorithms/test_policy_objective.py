@@ -175,6 +175,20 @@ def test_reference_equal_to_actor_adds_exactly_nothing():
     assert metrics["actor/kl"].result == 0.0
 
 
+def test_kl_over_the_vocabulary_is_taken_as_it_is():
+    batch, lengths = make_batch(3)
+    kl = torch.where(batch["mask"] > 0, batch["entropy"], torch.nan).requires_grad_()
+    arguments = {**batch, "ref_log_probs": None, "response_lengths": lengths}
+    objective, denominators = PolicyObjective(RLConfig(kl_penalty="full")), count(batch["mask"], lengths)
+    loss, metrics = objective(**arguments, denominators=denominators, kl_coef=0.3, full_kl=kl)
+    loss.backward()
+    weight = batch["mask"] / batch["mask"].sum()
+    torch.testing.assert_close(kl.grad, 0.3 * weight)
+    assert metrics["actor/kl"].result == pytest.approx((weight * batch["entropy"]).sum().item())
+    with pytest.raises(ValueError, match=r"kl_coef = 0.3 needs the KL over the vocabulary"):
+        objective(**arguments, denominators=denominators, kl_coef=0.3)
+
+
 def test_masked_tokens_may_hold_anything():
     batch, lengths = make_batch(4)
     arguments = {"response_lengths": lengths, "denominators": count(batch["mask"], lengths), "kl_coef": 0.1}

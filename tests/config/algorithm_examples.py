@@ -29,6 +29,10 @@ ALGORITHM_EXAMPLES = {
         ["rl_config.use_kl_in_reward=true", "rl_config.kl_penalty=k1+"],
         "rl_config.kl_penalty", "k1+", "gradient of a loss", "set k1",
     ),
+    "full_kl_is_a_loss": (
+        ["rl_config.kl_penalty=full", "~rl_config.ref_forward_micro_batch_size", "rl_config.use_kl_in_reward=true"],
+        "rl_config.kl_penalty", "full", "of whole distributions", "use_kl_in_reward: false",
+    ),
     "correction_has_log_probs": (
         ["rl_config.rollout_is=all", "generate_config.sampling_config.logprobs=false"],
         "rl_config.rollout_is", "all", "logprobs = False", "set logprobs: true",

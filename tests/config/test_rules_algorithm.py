@@ -44,6 +44,9 @@ from mindspeed_rl.config.memory import estimate_memory
         (["recompute_logprobs=false", "rollout_is=all"], "rollout_is", "the policy ratio holds already"),
         (["use_kl_in_reward=true", "init_kl_coef=0"], "use_kl_in_reward", "no effect with init_kl_coef"),
         (["kl_penalty=k4"], "kl_penalty", "is unknown"),
+        (["kl_penalty=full+"], "kl_penalty", "the gradient of full is exact"),
+        (["kl_penalty=full+", "use_kl_in_reward=true"], "kl_penalty", "the gradient of full is exact"),
+        (["kl_penalty=full"], "ref_forward_micro_batch_size", "passes are those of the update"),
     ],
     ids=lambda value: value[-1] if isinstance(value, list) else "",
 )

@@ -5,6 +5,7 @@ import pytest
 from mindspeed_rl.common.errors import ConfigError
 from mindspeed_rl.config.compose import load_config
 from mindspeed_rl.config.files import resolve_model
+from mindspeed_rl.config.layout import derive_layout
 from mindspeed_rl.config.memory import GIB
 from mindspeed_rl.config.rules_memory import estimate
 
@@ -52,6 +53,19 @@ def test_what_is_proposed_is_accepted() -> None:
 )
 def test_other_remedies(overrides: tuple[str, ...], remedy: str) -> None:
     assert any(remedy in violation for violation in refused(H200, *overrides))
+
+
+def test_the_kl_over_the_vocabulary_has_the_reference_beside_the_actor() -> None:
+    stays = [f"generate_config.offload_{part}=true" for part in ("reference", "train_param")]
+    full = ["rl_config.kl_penalty=full", "~rl_config.ref_forward_micro_batch_size"]
+    (cfg, _), (plain, _) = load_config(H200, [*stays, *full]), load_config(H200, stays)
+    memory, before = (estimate(each, resolve_model(each)) for each in (cfg, plain))
+    responses = cfg.rl_config.mini_batch_size * cfg.rl_config.n_samples_per_prompt // derive_layout(cfg).dp
+    hidden = responses * cfg.generate_config.sampling_config.max_tokens * 1536 * 2  # bfloat16
+    assert memory.logits == before.logits * 3 // 2 + hidden
+    limit = f"device_memory_gib={(memory.training + memory.reference / 2) / GIB}"
+    assert any("reference 2.9" in violation for violation in refused(H200, *stays, *full, limit))
+    load_config(H200, [*stays, limit])
 
 
 def test_an_engine_needs_room_for_one_sequence() -> None:

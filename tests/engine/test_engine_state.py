@@ -15,6 +15,7 @@ from mindspeed_rl.common.errors import CheckpointError
 from mindspeed_rl.common.metric import MetricSet
 from mindspeed_rl.config.model import ModelConfig
 from mindspeed_rl.config.schema import MegatronConfig, RLConfig
+from mindspeed_rl.engine.base import TokenOutputs
 from mindspeed_rl.types import Denominators, RolloutBatch
 
 BATCH = RolloutBatch(
@@ -24,16 +25,14 @@ BATCH = RolloutBatch(
 )
 
 
-def loss(
-    micro: RolloutBatch, log_probs: torch.Tensor, entropy: torch.Tensor | None
-) -> tuple[torch.Tensor, MetricSet]:
+def loss(micro: RolloutBatch, outputs: TokenOutputs) -> tuple[torch.Tensor, MetricSet]:
     return PolicyObjective(RLConfig())(
-        log_probs=log_probs,
-        entropy=entropy,
+        log_probs=outputs.log_probs,
+        entropy=outputs.entropy,
         old_log_probs=None,
         ref_log_probs=None,
         advantages=torch.cat(micro.columns["advantages"]),
-        mask=torch.ones_like(log_probs),
+        mask=torch.ones_like(outputs.log_probs),
         response_lengths=micro.response_lengths,
         denominators=Denominators(5, 2),
         kl_coef=0.0,

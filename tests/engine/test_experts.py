@@ -172,7 +172,7 @@ def train_both_ways(rank: int, folder: str) -> None:
         engine = MegatronEngine(cfg, ModelConfig.from_hf(weights.config()), device, 10, weights, False)
         (chunk,) = engine.actor
         assert {type(layer.mlp.experts) for layer in chunk.module.decoder.layers} == {kind}
-        log_probs = torch.cat(engine.log_probs(batch, [[0, 1, 2], [3, 4, 5, 6, 7]], 1.0) or [])
+        log_probs = engine.score(batch, [[0, 1, 2], [3, 4, 5, 6, 7]], 1.0).log_probs
         engine.train_mini_batch(batch, loss, [[0, 1, 2], [3, 4, 5, 6, 7]], 1.0, entropy=True)
         results.append((log_probs, {name: p.main_grad.clone() for name, p in chunk.module.named_parameters()}))
     (log_probs, gradients), (expected_log_probs, expected_gradients) = results

@@ -63,11 +63,11 @@ def rollout(rank: int, folder: str, train: dict[str, int], infer_tp: int, temper
     unfinished, stopped = engine.unfinished(), engine.interrupt()
     alone = {g.row: g for step in engine.generate(likeliest) for g in step}
     batch = RolloutBatch(prompts, [torch.tensor(tokens) for tokens, _ in passes[0]])
-    scored = training.log_probs(batch, fixed_micro_batches(len(batch), 4), temperature or 1.0)
+    scored = training.score(batch, fixed_micro_batches(len(batch), 4), temperature or 1.0)
     return {
         "tokens": [t for t, _ in passes[0]],
         "log_probs": [lp for _, lp in passes[0]],
-        "scored": scored,
+        "scored": scored.log_probs.split(batch.response_lengths.tolist()) if scored else None,
         "begun": (begun_ends, unfinished, stopped),
         "all_together": together,
         "together": [together[row, False].tokens for row in range(len(PROMPTS))],

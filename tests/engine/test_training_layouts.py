@@ -18,6 +18,7 @@ from mindspeed_rl.common.metric import MetricSet
 from mindspeed_rl.config.model import ModelConfig
 from mindspeed_rl.config.schema import MegatronConfig, RLConfig
 from mindspeed_rl.data.packing import fixed_micro_batches, micro_batches
+from mindspeed_rl.engine.base import TokenOutputs
 from mindspeed_rl.resharding.names import parameter_table
 from mindspeed_rl.types import Denominators, RolloutBatch
 
@@ -119,13 +120,11 @@ def make_batch() -> RolloutBatch:
 
 
 def objective_loss(objective: PolicyObjective, denominators: Denominators) -> Any:
-    def loss(
-        micro: RolloutBatch, log_probs: torch.Tensor, entropy: torch.Tensor | None
-    ) -> tuple[torch.Tensor, MetricSet]:
+    def loss(micro: RolloutBatch, outputs: TokenOutputs) -> tuple[torch.Tensor, MetricSet]:
         columns = {name: torch.cat(values) for name, values in micro.columns.items()}
         return objective(
-            log_probs=log_probs,
-            entropy=entropy,
+            log_probs=outputs.log_probs,
+            entropy=outputs.entropy,
             old_log_probs=None,
             ref_log_probs=columns["reference_log_probs"],
             advantages=columns["advantages"],
@@ -160,8 +159,8 @@ def train(rank: int, folder: str, settings: dict[str, Any], micro: Micro, steps:
         "output": engine.is_output_rank,
         "data_rank": engine.data_parallel_rank,
         "micro_batches": chosen,
-        "log_probs": engine.log_probs(mine, chosen, TEMPERATURE),
-        "reference": engine.log_probs(mine, chosen, TEMPERATURE, reference=True),
+        "log_probs": engine.score(mine, chosen, TEMPERATURE),
+        "reference": engine.score(mine, chosen, TEMPERATURE, reference=True),
         "loaded": {name: tensor.clone() for name, tensor in engine.export_weights(1 << 14)},
         "metrics": [],
     }
@@ -183,7 +182,7 @@ def train(rank: int, folder: str, settings: dict[str, Any], micro: Micro, steps:
 
 def gather(results: list[dict[str, Any]], key: str) -> torch.Tensor:
     """[R] values of all data-parallel ranks in order."""
-    by_rank = {result["data_rank"]: torch.cat(result[key]) for result in results if result["output"]}
+    by_rank = {result["data_rank"]: result[key].log_probs for result in results if result["output"]}
     return torch.cat([by_rank[rank] for rank in sorted(by_rank)])
 
 

@@ -58,6 +58,7 @@ CASES: dict[str, list[str]] = {
         "rl_config.rollout_is_threshold=3",
         "rl_config.rollout_is_veto_threshold=0.5",
     ],
+    "full": ["rl_config.kl_penalty=full", "rl_config.epochs=2"],
     "rollout": ["rl_config.recompute_logprobs=false", "rl_config.epochs=2"],
     "critic": [
         "megatron_training.stage=ray_ppo",

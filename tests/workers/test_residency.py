@@ -21,9 +21,10 @@ AFTER_UPDATE = NEEDS["update"]  # what the device holds when an iteration begins
 PARTS = (*AFTER_UPDATE, "reference", "rollout_weights", "kv_cache")
 
 
-def config(**offload: bool) -> Config:
+def config(kl_penalty: str = "k1", **offload: bool) -> Config:
     switches: dict[str, Any] = {f"offload_train_{part}": True for part in ("param", "grad", "optimizer")}
     rl: dict[str, Any] = {"init_kl_coef": 0.1, "epochs": 2, "adv_estimator": "gae"}  # every stage that there is
+    rl["kl_penalty"] = kl_penalty
     generate = {**switches, "offload_reference": True, **offload}
     return Config.model_validate({"megatron_training": {}, "rl_config": rl, "generate_config": generate})
 
@@ -94,6 +95,20 @@ def test_every_use_finds_what_it_needs(stays: str | None) -> None:
         else:
             there.difference_update(part for part in step.parts if may_leave(cfg, part))
     assert uses == 2 * list(NEEDS)
+
+
+def test_the_reference_is_there_in_updates_that_need_all_of_its_vocabulary() -> None:
+    cfg, there, uses = config("full"), set(AFTER_UPDATE), []
+    for step in [*steps(cfg), *steps(cfg)]:
+        if isinstance(step, str):
+            uses.append(step)
+            assert NEEDS[step] <= there, step
+            assert ("reference" in there) == (step == "update")
+        elif step.action == "onload":
+            there.update(step.parts)
+        else:
+            there.difference_update(step.parts)
+    assert uses == 2 * [use for use in NEEDS if use != "reference"]
 
 
 def test_sizes_count_while_they_are_there() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from megatron.core.models.gpt import GPTModel
 
 from mindspeed_rl.checkpoint.hf import HFWeights
 from mindspeed_rl.checkpoint.state import WEIGHTS
@@ -13,15 +12,16 @@ from mindspeed_rl.checkpoint.tensors import StoredTensors
 from mindspeed_rl.config.model import ModelConfig
 from mindspeed_rl.config.schema import MegatronConfig
 from mindspeed_rl.device.base import Device
+from mindspeed_rl.engine.base import TokenOutputs
 from mindspeed_rl.engine.megatron.engine import MegatronEngine
+from mindspeed_rl.engine.megatron.language_model import LanguageModel
 from mindspeed_rl.engine.megatron.packing import PackedMicroBatch
 from mindspeed_rl.engine.megatron.sharding import Sharding, read_pieces
 from mindspeed_rl.resharding.tables import VALUE_HEAD, VALUE_HEAD_NAME
 
 
 class CriticEngine(MegatronEngine):
-    """Values instead of log-probs: `log_probs` returns V of each response token, given what is before the token, and
-    loss functions get these in place of log-probs, and no entropy.
+    """Values of response tokens, given what is before each, and neither log-probs nor entropies.
 
     It starts from a critic's weights if they have one: those of a checkpoint, or a folder with `score.weight`, as
     Hugging Face's sequence classification with one label has. Else the body starts from the actor's, the head from 0.
@@ -41,7 +41,7 @@ class CriticEngine(MegatronEngine):
         self.backbone = model
         super().__init__(cfg, model.as_critic(), device, total_steps, weights, with_reference=False)
 
-    def _load(self, chunks: Sequence[GPTModel], weights: HFWeights | StoredTensors) -> None:
+    def _load(self, chunks: Sequence[LanguageModel], weights: HFWeights | StoredTensors) -> None:
         parameters = self._parameters_of(chunks)
         if isinstance(weights, StoredTensors) and weights.names(self.state_prefix + WEIGHTS):
             read_pieces(Sharding(self.model_config, self.layout, parameters, self.state_prefix), weights)
@@ -55,8 +55,7 @@ class CriticEngine(MegatronEngine):
         self._fill(parameters, weights, self.backbone)
 
     def _response_outputs(
-        self, micro: PackedMicroBatch, outputs: torch.Tensor, temperature: float, entropy: bool
-    ) -> tuple[torch.Tensor, None]:
-        """Values of all response tokens [R], on every rank of the last stage."""
-        values = outputs[0, micro.predictors, 0]
-        return self._of_all_tokens(micro, values), None
+        self, micro: PackedMicroBatch, model: LanguageModel, hidden: torch.Tensor, temperature: float, entropy: bool
+    ) -> TokenOutputs:
+        """Of all response tokens, on every rank of the last stage."""
+        return TokenOutputs(values=self._of_all_tokens(micro, model.values(hidden)))

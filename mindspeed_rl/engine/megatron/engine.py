@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields, replace
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -11,11 +12,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
-from megatron.core.distributed import finalize_model_grads
-from megatron.core.models.gpt import GPTModel
+from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
 
+from mindspeed_rl.algorithms.full_kl import vocab_parallel_kl
 from mindspeed_rl.algorithms.log_probs import vocab_parallel_log_probs
 from mindspeed_rl.checkpoint.hf import HFWeights
 from mindspeed_rl.checkpoint.tensors import Piece, StoredTensors
@@ -24,8 +25,9 @@ from mindspeed_rl.common.metric import Metric, MetricSet
 from mindspeed_rl.config.model import ModelConfig
 from mindspeed_rl.config.schema import MegatronConfig
 from mindspeed_rl.device.base import Device
-from mindspeed_rl.engine.base import LossFunction, Partition
+from mindspeed_rl.engine.base import LossFunction, Partition, TokenOutputs
 from mindspeed_rl.engine.megatron.context_parallel import gather_tokens
+from mindspeed_rl.engine.megatron.language_model import LanguageModel
 from mindspeed_rl.engine.megatron.model import build_model, data_parallel, named_parameters
 from mindspeed_rl.engine.megatron.offload import HostMemory
 from mindspeed_rl.engine.megatron.optimizer import Optimizer
@@ -93,7 +95,7 @@ class MegatronEngine:
         self.actor = data_parallel(cfg, chunks)
         self.optimizer = Optimizer(cfg, self.actor, total_steps)
         self._plans: dict[tuple[int, RolloutLayout | None], ExportPlan] = {}
-        self.reference: list[GPTModel] = []
+        self.reference: list[LanguageModel] = []
         if with_reference:
             self.reference = [chunk.requires_grad_(False) for chunk in build_model(cfg, model, device, self.layout)]
             self._load(self.reference, weights)
@@ -106,7 +108,7 @@ class MegatronEngine:
 
     # ---- weights -------------------------------------------------------------------------------------------------
 
-    def _load(self, chunks: Sequence[GPTModel], weights: HFWeights | StoredTensors) -> None:
+    def _load(self, chunks: Sequence[LanguageModel], weights: HFWeights | StoredTensors) -> None:
         self._fill(self._parameters_of(chunks), weights, self.model_config)
 
     def _parameters_of(self, chunks: Sequence[torch.nn.Module]) -> dict[str, torch.nn.Parameter]:
@@ -165,26 +167,36 @@ class MegatronEngine:
 
     # ---- passes --------------------------------------------------------------------------------------------------
 
-    def _run(
-        self,
-        chunks: Sequence[torch.nn.Module],
-        batch: RolloutBatch,
-        micro_batches: Partition,
-        on_logits: Any,
-        forward_only: bool,
-    ) -> list[Any]:
-        """Run Megatron's schedule over the micro-batches; what `on_logits` gives for each, on the last stage."""
+    def _pack(self, batch: RolloutBatch, micro_batches: Partition) -> list[PackedMicroBatch]:
+        """One for each pass of the pipeline."""
         assert sorted(chain(*micro_batches)) == list(range(len(batch))), "micro-batches hold every sequence once"
         multiple = self.cfg.tensor_model_parallel_size if self.cfg.sequence_parallel else 1
         part = Part(mpu.get_context_parallel_rank(), self.cfg.context_parallel_size, multiple)
         packed = [pack(batch.select(indices), self.device.current(), part) for indices in micro_batches]
-        if len(chunks) > 1:  # the interleaved schedule takes groups of as many micro-batches as there are stages
+        if len(self.actor) > 1:  # the interleaved schedule takes groups of as many passes as there are stages
             packed += [pack(batch.select([]), self.device.current(), part)] * (-len(packed) % self.layout.pp)
+        return packed
+
+    def _run(
+        self,
+        chunks: Sequence[torch.nn.Module],
+        packed: Sequence[PackedMicroBatch],
+        on_hidden: Any,
+        forward_only: bool,
+    ) -> list[Any]:
+        """Run Megatron's schedule over the micro-batches; what `on_hidden` gives for each, on the last stage.
+
+        It gets the micro-batch, the last chunk, and its final hidden states of what predicts response tokens, [r, h].
+        """
+
+        def finish(micro: PackedMicroBatch, module: Any, hidden: torch.Tensor, non_loss_data: bool = False) -> Any:
+            model = module.module if isinstance(module, DistributedDataParallel) else module
+            return on_hidden(micro, model, hidden[micro.predictors])
 
         def forward(iterator: Iterator[PackedMicroBatch], module: torch.nn.Module) -> tuple[torch.Tensor, Any]:
             micro = next(iterator)
             output = module(micro.tokens, micro.positions, None, packed_seq_params=micro.params)
-            return output, partial(on_logits, micro)
+            return output, partial(finish, micro, module)
 
         return get_forward_backward_func()(
             forward_step_func=forward,
@@ -198,19 +210,26 @@ class MegatronEngine:
         )
 
     def _response_outputs(
-        self, micro: PackedMicroBatch, logits: torch.Tensor, temperature: float, entropy: bool
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Log-probs and entropies of all response tokens [R], on every rank of the last stage."""
-        log_probs, entropies = vocab_parallel_log_probs(
-            logits[0, micro.predictors],
-            micro.targets[micro.predicted],
-            mpu.get_tensor_model_parallel_group(),
-            self.model_config.vocab_size,
-            temperature=temperature,
-            with_entropy=entropy,
-        )
+        self, micro: PackedMicroBatch, model: LanguageModel, hidden: torch.Tensor, temperature: float, entropy: bool
+    ) -> TokenOutputs:
+        """Of all response tokens, on every rank of the last stage."""
+        logits, targets = model.logits(hidden), micro.targets[micro.predicted]
+        group, vocab_size = mpu.get_tensor_model_parallel_group(), self.model_config.vocab_size
+        log_probs, entropies = vocab_parallel_log_probs(logits, targets, group, vocab_size, temperature, entropy)
+        kl = None
+        if micro.reference is not None:
+            weight = self.reference[-1].output_weight
+            kl = vocab_parallel_kl(logits, micro.reference, weight, group, vocab_size, temperature)
         of_all = partial(self._of_all_tokens, micro)
-        return of_all(log_probs), None if entropies is None else of_all(entropies)
+        return TokenOutputs(*(None if values is None else of_all(values) for values in (log_probs, entropies, kl)))
+
+    @torch.no_grad()
+    def _with_reference(self, packed: Sequence[PackedMicroBatch]) -> list[PackedMicroBatch]:
+        """The micro-batches with the reference's hidden states, where these are: on the last stage."""
+        assert self.reference, "this run keeps no reference model"
+        found = self._run(self.reference, packed, lambda micro, model, hidden: hidden, forward_only=True)
+        of_micro = found or [None] * len(packed)
+        return [replace(micro, reference=hidden) for micro, hidden in zip(packed, of_micro, strict=True)]
 
     def _of_all_tokens(self, micro: PackedMicroBatch, values: torch.Tensor) -> torch.Tensor:
         """From values of this context-parallel rank's response tokens to those of all, [r] -> [R]."""
@@ -219,27 +238,25 @@ class MegatronEngine:
         return gather_tokens(micro.predicted, len(micro.targets), mpu.get_context_parallel_group(), values)
 
     @torch.no_grad()
-    def log_probs(
+    def score(
         self, batch: RolloutBatch, micro_batches: Partition, temperature: float, reference: bool = False
-    ) -> list[torch.Tensor] | None:
-        """Log-probs of the response tokens, B x [response length] float32 on the host; None off the output rank.
+    ) -> TokenOutputs | None:
+        """Log-probs, or a critic's values, of the response tokens, [R] on the host; None off the output rank.
 
         They are in the order of `batch`, whatever the micro-batches.
         """
         chunks = self.reference if reference else self.actor
         assert chunks, "this run keeps no reference model"
 
-        def on_logits(micro: PackedMicroBatch, logits: torch.Tensor, non_loss_data: bool) -> list[torch.Tensor]:
+        def outputs(micro: PackedMicroBatch, model: LanguageModel, hidden: torch.Tensor) -> TokenOutputs | None:
             if not len(micro.batch):
-                return []
-            values, _ = self._response_outputs(micro, logits, temperature, entropy=False)
-            return list(values.cpu().split(micro.batch.response_lengths.tolist()))
+                return None
+            return self._response_outputs(micro, model, hidden, temperature, entropy=False)
 
-        results = self._run(chunks, batch, micro_batches, on_logits, forward_only=True)
+        results = self._run(chunks, self._pack(batch, micro_batches), outputs, forward_only=True)
         if not self.is_output_rank:
             return None
-        by_index = dict(zip(chain(*micro_batches), chain(*results), strict=True))
-        return [by_index[index] for index in range(len(batch))]
+        return _in_order(results[: len(micro_batches)], micro_batches, batch.response_lengths.tolist())
 
     def train_mini_batch(
         self,
@@ -248,10 +265,12 @@ class MegatronEngine:
         micro_batches: Partition,
         temperature: float,
         entropy: bool,
+        kl: bool = False,
         limit: tuple[str, float] | None = None,
     ) -> MetricSet:
         """One optimizer step on this data-parallel rank's share of a mini-batch.
 
+        entropy, kl: the loss function gets these, too (see `TokenOutputs`); kl needs the reference on the device.
         limit: a metric that is a mean over the mini-batch, and the largest value with which the step is taken;
         `actor/early_stopped` tells every rank whether it was not.
 
@@ -259,17 +278,22 @@ class MegatronEngine:
             RuntimeError: a gradient is not finite (raised by Megatron before the step is taken).
         """
 
-        def on_logits(micro: PackedMicroBatch, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, MetricSet]:
+        def loss_of(
+            micro: PackedMicroBatch, model: LanguageModel, hidden: torch.Tensor
+        ) -> tuple[torch.Tensor, torch.Tensor, MetricSet]:
             # the token count, second, would only matter if Megatron were asked to divide by it
-            tokens = torch.ones((), dtype=torch.int, device=logits.device)
+            tokens = torch.ones((), dtype=torch.int, device=hidden.device)
             if not len(micro.batch):
-                return 0.0 * logits.sum(), tokens, MetricSet()
-            log_probs, entropies = self._response_outputs(micro, logits, temperature, entropy)
-            loss, metrics = loss_function(micro.batch, log_probs, entropies)
+                return model.nothing(hidden), tokens, MetricSet()
+            outputs = self._response_outputs(micro, model, hidden, temperature, entropy)
+            loss, metrics = loss_function(micro.batch, outputs)
             return loss, tokens, metrics
 
+        packed = self._pack(batch, micro_batches)
+        if kl:
+            packed = self._with_reference(packed)
         self.optimizer.zero_grad()
-        results = self._run(self.actor, batch, micro_batches, on_logits, forward_only=False)
+        results = self._run(self.actor, packed, loss_of, forward_only=False)
         finalize_model_grads(self.actor)
         metrics = MetricSet()
         if self.is_output_rank:
@@ -389,6 +413,21 @@ class MegatronEngine:
 
     def _sharding(self) -> Sharding:
         return Sharding(self.model_config, self.layout, self._actor_parameters(), self.state_prefix)
+
+
+def _in_order(found: Sequence[TokenOutputs], micro_batches: Partition, lengths: Sequence[int]) -> TokenOutputs:
+    """Outputs of micro-batches as those of the batch that they divide, on the host; `lengths`: of its responses."""
+    indices = list(chain(*micro_batches))
+    places = sorted(range(len(indices)), key=indices.__getitem__)
+
+    def whole(name: str) -> torch.Tensor | None:
+        parts = [getattr(outputs, name) for outputs in found]
+        if parts[0] is None:
+            return None
+        of_sequences = torch.cat(parts).cpu().split([lengths[index] for index in indices])
+        return torch.cat([of_sequences[place] for place in places])
+
+    return TokenOutputs(**{field.name: whole(field.name) for field in fields(TokenOutputs)})
 
 
 def _none_if_alone(group: dist.ProcessGroup) -> dist.ProcessGroup | None:

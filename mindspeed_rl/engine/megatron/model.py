@@ -9,7 +9,6 @@ import torch
 from megatron.core import parallel_state as mpu
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
-from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
@@ -20,13 +19,13 @@ from mindspeed_rl.config.model import ModelConfig
 from mindspeed_rl.config.schema import MegatronConfig
 from mindspeed_rl.device.base import Device
 from mindspeed_rl.engine.megatron.experts import GroupedExperts
+from mindspeed_rl.engine.megatron.language_model import LanguageModel
 from mindspeed_rl.engine.megatron.latent_attention import LatentAttention
 from mindspeed_rl.engine.megatron.modules import (
     LatentTransformerConfig,
     PackedAttention,
     RMSNorm,
     RotaryTransformerConfig,
-    ValueHead,
     do_without_transformer_engine,
     use_packed_rotary_embedding,
 )
@@ -155,7 +154,7 @@ def _layer_spec(model: ModelConfig, device: Device, has_experts: bool) -> Module
     return layer
 
 
-def build_model(cfg: MegatronConfig, model: ModelConfig, device: Device, layout: WeightLayout) -> list[GPTModel]:
+def build_model(cfg: MegatronConfig, model: ModelConfig, device: Device, layout: WeightLayout) -> list[LanguageModel]:
     """This rank's chunks of the model; their weights are not initialised."""
     config = transformer_config(cfg, model, device, layout.stages)
     use_packed_rotary_embedding()
@@ -173,12 +172,12 @@ def _build_chunk(
     device: Device,
     layout: WeightLayout,
     number: int,
-) -> GPTModel:
+) -> LanguageModel:
     pp_rank = mpu.get_pipeline_model_parallel_rank()
     layers = [_layer_spec(model, device, model.is_moe_layer(layer)) for layer in layout.stages[pp_rank][number]]
     norm = ModuleSpec(module=RMSNorm, params={"device": device})
     block = TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm)
-    built = GPTModel(
+    built = LanguageModel(
         config,
         block,
         vocab_size=model.padded_vocab_size(cfg.tensor_model_parallel_size),
@@ -193,8 +192,8 @@ def _build_chunk(
     )
     if model.has_latent_attention:
         use_grouped_routers(built, model.moe_router_enable_expert_bias)
-    if model.has_value_head and built.post_process:
-        built.output_layer = ValueHead(config)
+    if built.post_process:
+        built.prepare_heads(not model.has_value_head, model.has_value_head)
     frequencies = inverse_frequencies(model, device.current())
     for module in built.modules():  # one of the whole model, or one of each latent attention
         if isinstance(module, RotaryEmbedding):
@@ -202,7 +201,7 @@ def _build_chunk(
     return built.to(device.current())
 
 
-def _mark_shards(chunks: Sequence[GPTModel], model: ModelConfig, layout: WeightLayout) -> None:
+def _mark_shards(chunks: Sequence[LanguageModel], model: ModelConfig, layout: WeightLayout) -> None:
     """Megatron does it while initialising weights, which we skip; its gradient norm counts unmarked ones once."""
     pp_rank, ep_rank = mpu.get_pipeline_model_parallel_rank(), mpu.get_expert_model_parallel_rank()
     held = layout.held(model, pp_rank, ep_rank)
@@ -225,7 +224,7 @@ def named_parameters(
             yield global_name(name, layers.start, first_expert), parameter
 
 
-def data_parallel(cfg: MegatronConfig, chunks: Sequence[GPTModel]) -> list[DistributedDataParallel]:
+def data_parallel(cfg: MegatronConfig, chunks: Sequence[LanguageModel]) -> list[DistributedDataParallel]:
     """The chunks with buffers for gradients that are summed over data-parallel ranks, overlapped if asked for."""
     settings = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,

@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state as mpu
 from megatron.core.models.common.embeddings import rope_utils
-from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer import attention as megatron_attention
 from megatron.core.transformer import multi_latent_attention as megatron_latent_attention
 from megatron.core.transformer.moe import moe_utils
@@ -96,21 +95,6 @@ class RMSNorm(torch.nn.Module):
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.device.rms_norm(hidden, self.weight, self.eps)
-
-
-class ValueHead(torch.nn.Module):
-    """A linear layer to one value, in float32, whole on every tensor-parallel rank; in place of the output layer."""
-
-    def __init__(self, config: TransformerConfig):
-        super().__init__()
-        self.sequence_parallel = config.sequence_parallel
-        self.weight = torch.nn.Parameter(torch.zeros(1, config.hidden_size, dtype=config.params_dtype))
-
-    def forward(self, hidden: torch.Tensor, **_: object) -> tuple[torch.Tensor, None]:
-        """[T, 1, hidden], with sequence parallelism a part of T, to [T, 1, 1]; the second is a bias."""
-        if self.sequence_parallel:  # every rank computes all values, and so the whole gradient: it takes its part
-            hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
-        return F.linear(hidden.float(), self.weight.float()), None
 
 
 def _rotate_packed(

@@ -30,6 +30,7 @@ class PackedMicroBatch:
     targets: torch.Tensor  # [R], int64: all response tokens
     predictors: torch.Tensor  # [r], int64: index in T/cp of those tokens whose logits predict response tokens
     predicted: torch.Tensor  # [r], int64: which of the R response tokens each of them predicts
+    reference: torch.Tensor | None = None  # [r, hidden]: the reference's final hidden states at `predictors`
 
 
 @dataclass(frozen=True)
