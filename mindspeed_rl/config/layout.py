@@ -244,3 +244,10 @@ def tokens_may_be_stale(cfg: Config) -> bool:
     """True if tokens may be of an older policy than the one that is trained on them."""
     rl = cfg.rl_config
     return rl.staleness > 0 or rl.partial_rollout_max_split > 1 or rl.filter_groups_enable
+
+
+def updates_differ_from_samples(cfg: Config) -> bool:
+    """True if an update may start from another policy than the one whose log-probs ratios are taken to."""
+    rl = cfg.rl_config
+    several = rl.epochs > 1 or rl.mini_batch_size < cfg.actor.global_batch_size
+    return several or tokens_may_be_stale(cfg) or not rl.recompute_logprobs

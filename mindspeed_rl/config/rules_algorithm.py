@@ -7,7 +7,7 @@ from typing import Any
 
 from mindspeed_rl.common.errors import Violation
 from mindspeed_rl.config.algorithm import ADV_ESTIMATORS, FULL_KL, KL_PENALTIES, LOSS_TYPES
-from mindspeed_rl.config.layout import tokens_may_be_stale, uses_critic
+from mindspeed_rl.config.layout import tokens_may_be_stale, updates_differ_from_samples, uses_critic
 from mindspeed_rl.config.rule import Found, nearest, rule
 from mindspeed_rl.config.schema import Config, RLConfig
 
@@ -83,6 +83,14 @@ def algorithms_are_known(cfg: Config) -> Found:
             yield Violation(f"rl_config.{key}", name, "is unknown", hint)
 
 
+@rule("rl_config.custom_algorithm_file", *(f"rl_config.{key}" for key in _NAMES))
+def custom_algorithms_are_chosen(cfg: Config) -> Found:
+    path = cfg.rl_config.custom_algorithm_file
+    if path is not None and all(getattr(cfg.rl_config, key) in names for key, names in _NAMES.items()):
+        message = f"has no effect: {', '.join(_NAMES)} all name algorithms of ours"
+        yield Violation("rl_config.custom_algorithm_file", path, message, "name one of your own, or remove the file")
+
+
 @rule(*(f"rl_config.{key}" for key in _KEY_OF), *{f"rl_config.{chooser}" for chooser, _ in _KEY_OF.values()})
 def algorithm_keys_are_used(cfg: Config) -> Found:
     """What a user's own estimator or loss reads is not known here: it may be any key."""
@@ -121,6 +129,25 @@ def covariance_bounds_are_ordered(cfg: Config) -> Found:
     if rl.clip_cov_lb >= rl.clip_cov_ub:
         message = f"must be below clip_cov_ub = {rl.clip_cov_ub}"
         yield Violation("rl_config.clip_cov_lb", rl.clip_cov_lb, message)
+
+
+@rule("rl_config.early_stop_imp_ratio", "rl_config.epochs", "rl_config.mini_batch_size")
+def early_stop_can_happen(cfg: Config) -> Found:
+    limit = cfg.rl_config.early_stop_imp_ratio
+    if limit is not None and not updates_differ_from_samples(cfg):
+        message = (
+            "has no effect: the only update of an iteration starts from the policy that sampled, all ratios are 1"
+        )
+        hint = "set mini_batch_size below global_batch_size, or epochs above 1"
+        yield Violation("rl_config.early_stop_imp_ratio", limit, message, hint)
+
+
+@rule("rl_config.kl_penalty", "rl_config.init_kl_coef")
+def kl_penalty_is_used(cfg: Config) -> Found:
+    rl = cfg.rl_config
+    if rl.init_kl_coef == 0 and _changed(rl, "kl_penalty"):
+        hint = f"set a positive init_kl_coef, or leave it at {RLConfig.model_fields['kl_penalty'].default}"
+        yield Violation("rl_config.kl_penalty", rl.kl_penalty, "has no effect with init_kl_coef = 0.0", hint)
 
 
 @rule("rl_config.kl_ctrl_type", "rl_config.init_kl_coef")

@@ -9,7 +9,14 @@ import numpy as np
 
 from mindspeed_rl.algorithms.covariance import COV_LOSSES
 from mindspeed_rl.config.files import resolve_model
-from mindspeed_rl.config.layout import Layout, tokens_may_be_stale, uses_critic, uses_full_kl, uses_greedy_baseline
+from mindspeed_rl.config.layout import (
+    Layout,
+    tokens_may_be_stale,
+    updates_differ_from_samples,
+    uses_critic,
+    uses_full_kl,
+    uses_greedy_baseline,
+)
 from mindspeed_rl.config.model import ModelConfig
 from mindspeed_rl.config.schema import Config
 from mindspeed_rl.data.packing import balanced_partition, sequence_costs
@@ -100,8 +107,7 @@ def uses_old_log_probs(config: Config) -> bool:
     if not rl.recompute_logprobs:
         return False
     needed_before = rl.use_kl_in_reward or rl.loss_type in COV_LOSSES
-    off_policy = tokens_may_be_stale(config) or rl.epochs > 1 or rl.mini_batch_size < config.actor.global_batch_size
-    return needed_before or off_policy
+    return needed_before or updates_differ_from_samples(config)
 
 
 def old_log_probs_column(config: Config) -> str:

@@ -13,6 +13,18 @@ ALGORITHM_EXAMPLES = {
         ["rl_config.loss_type=gpso"],
         "rl_config.loss_type", "gpso", "is unknown", "did you mean gspo?",
     ),
+    "custom_algorithms_are_chosen": (
+        ["rl_config.custom_algorithm_file=mine.py"],
+        "rl_config.custom_algorithm_file", "mine.py", "all name algorithms of ours", "remove the file",
+    ),
+    "early_stop_can_happen": (
+        ["rl_config.early_stop_imp_ratio=1.5", "rl_config.mini_batch_size=64"],
+        "rl_config.early_stop_imp_ratio", 1.5, "all ratios are 1", "epochs above 1",
+    ),
+    "kl_penalty_is_used": (
+        ["rl_config.kl_penalty=k1", "rl_config.init_kl_coef=0"],
+        "rl_config.kl_penalty", "k1", "init_kl_coef = 0.0", "leave it at low_var_kl",
+    ),
     "algorithm_keys_are_used": (
         ["rl_config.kl_target=0.05"],
         "rl_config.kl_target", 0.05, "kl_ctrl_type = 'fixed'", "set kl_ctrl_type to adaptive",

@@ -136,8 +136,8 @@ def test_custom_reward_that_is_not_there(folder: Path, capsys: pytest.CaptureFix
 @pytest.mark.parametrize(
     ("content", "overrides", "fragments"),
     [
-        (None, [], ("custom_algorithm_file = 'mine.py'", "no such file")),
-        ("1/0", [], ("custom_algorithm_file = 'mine.py'", "ZeroDivisionError")),
+        (None, ["rl_config.loss_type=mine"], ("custom_algorithm_file = 'mine.py'", "no such file")),
+        ("1/0", ["rl_config.loss_type=mine"], ("custom_algorithm_file = 'mine.py'", "ZeroDivisionError")),
         (
             "from __future__ import annotations\nfrom dataclasses import dataclass\n@dataclass\nclass A:\n    x: int",
             ["rl_config.adv_estimator=mine"],  # the file is all right
@@ -146,7 +146,7 @@ def test_custom_reward_that_is_not_there(folder: Path, capsys: pytest.CaptureFix
         ("", ["rl_config.loss_type=mine"], ("loss_type = 'mine'", "registered neither here nor", "known: ppo, gspo")),
         (
             "from mindspeed_rl.algorithms.losses import POLICY_LOSSES as P\nP.register('ppo')(print)",
-            [],
+            ["rl_config.loss_type=mine"],
             ("custom_algorithm_file", "'ppo' is registered already"),
         ),
     ],
