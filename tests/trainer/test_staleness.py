@@ -39,12 +39,9 @@ def test_generation_runs_beside_training_on_older_samples(stale: tuple[Path, lis
     assert {span["process"] for span in rollouts.values()} == {"rank 1"}
     updates = [span for span in found if span["name"] == "update" and span["cat"] == "stage"]
     assert {span["process"] for span in updates} == {"rank 0"}
-    overlapping = set()
-    for update in updates:
-        rollout = rollouts.get(update["args"]["step"] + 1)
-        if rollout and update["ts"] < rollout["ts"] + rollout["dur"] and rollout["ts"] < update["ts"] + update["dur"]:
-            overlapping.add(update["args"]["step"])
-    assert overlapping
+    # without staleness none begins before; how long they run beside each other, the machine decides
+    ends = {update["args"]["step"]: update["ts"] + update["dur"] for update in updates}
+    assert any(rollouts[step + 1]["ts"] < end for step, end in ends.items() if step < STEPS)
 
 
 def test_staleness_is_what_was_asked_for(stale: tuple[Path, list[dict[str, Any]]]) -> None:
