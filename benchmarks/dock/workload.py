@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from mindspeed_rl.transfer_dock.spec import ConsumerSpec, DockSpec
-from mindspeed_rl.workers.stages import COLUMNS, SCORING
+from mindspeed_rl.workers.stages import COLUMNS
 
 GROUP = 8  # samples a prompt
 SEQUENCES = ("prompt_ids", "responses")
@@ -23,7 +23,7 @@ Columns = dict[str, Any]  # a list of 1-D tensors; for scalars one tensor [rows]
 
 def grpo_spec(shares: int) -> DockSpec:
     """A dock for the stages of a GRPO step; `update` reads every column, as `shares` data-parallel ranks."""
-    scoring = {stage: scoring.column for stage, scoring in SCORING.items() if scoring.column in TENSOR_COLUMNS}
+    scoring = {"reference": "reference_log_probs", "old_log_prob": "old_log_probs"}
     return DockSpec(
         columns=TENSOR_COLUMNS,
         consumers={

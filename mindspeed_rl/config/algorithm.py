@@ -37,6 +37,12 @@ class AlgorithmConfig(Section):
     cliprange_value: Positive = Field(
         0.5, description="gae: a value's loss does not fall by moving it further than this from the old one"
     )
+    critic_shares_actor: Switch = Field(
+        False,
+        description="gae: the critic is a head on the actor's layers, and one optimizer step trains both; false: a "
+        "model of its own",
+    )
+    value_loss_coef: Positive = Field(0.5, description="with `critic_shares_actor`: what the value loss weighs")
     critic_warmup: Annotated[int, Field(ge=0)] = Field(
         0, description="gae: first iterations, in which the critic trains alone"
     )

@@ -235,6 +235,16 @@ def uses_greedy_baseline(cfg: Config) -> bool:
     return cfg.rl_config.adv_estimator == "remax"
 
 
+def shares_critic(cfg: Config) -> bool:
+    """True if values come from the actor's own layers, and there is no model of the critic's."""
+    return uses_critic(cfg) and cfg.rl_config.critic_shares_actor
+
+
+def has_critic_model(cfg: Config) -> bool:
+    """True if values come from a model of their own."""
+    return uses_critic(cfg) and not cfg.rl_config.critic_shares_actor
+
+
 def uses_full_kl(cfg: Config) -> bool:
     """True if the update computes the KL to the reference over the whole vocabulary, and needs that model for it."""
     return cfg.rl_config.kl_penalty == FULL_KL and cfg.rl_config.init_kl_coef > 0

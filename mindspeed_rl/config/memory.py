@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mindspeed_rl.config.layout import Layout, pipeline_chunks, uses_critic, uses_full_kl, uses_greedy_baseline
+from mindspeed_rl.config.layout import Layout, has_critic_model, pipeline_chunks, uses_full_kl, uses_greedy_baseline
 from mindspeed_rl.config.model import ModelConfig
 from mindspeed_rl.config.schema import Config
 
@@ -50,7 +50,7 @@ def estimate_memory(cfg: Config, model: ModelConfig, layout: Layout) -> MemoryEs
     With P parameters on the device (`stage_parameters`), w bytes each (2 with bf16, else 4):
     weights P w; gradients 4 P (Megatron reduces in float32); Adam moments 8 P, and 4 P float32 main weights with
     bf16, both divided by DP x CP with the distributed optimizer, those of experts by DP x CP / EP; reference P w when
-    `init_kl_coef` > 0. A critic takes as much as the actor: its head is small, and it keeps no logits.
+    `init_kl_coef` > 0. A critic's model takes as much as the actor: its head is small, and it keeps no logits.
     """
     actor, rl, generate = cfg.actor, cfg.rl_config, cfg.generate_config
     width = 2 if actor.bf16 else FLOAT32
@@ -62,7 +62,7 @@ def estimate_memory(cfg: Config, model: ModelConfig, layout: Layout) -> MemoryEs
     state_bytes = 12 if actor.bf16 else 8
     optimizer = (parameters - experts) * state_bytes // shards + experts * state_bytes // expert_shards
     reference = weights if rl.init_kl_coef > 0 else 0
-    models = 2 if uses_critic(cfg) else 1
+    models = 2 if has_critic_model(cfg) else 1
     shared = (
         (0 if generate.offload_train_param else models * weights)
         + (0 if generate.offload_train_grad else models * gradients)
@@ -129,7 +129,7 @@ def micro_batch_tokens(cfg: Config, layout: Layout) -> int:
     The cap of a micro-batch, or a fixed number of sequences of full length, divided by context parallelism.
     """
     mini_batch = layout.sequences_per_mini_batch_per_rank * cfg.actor.seq_length
-    models = (cfg.actor, cfg.critic) if uses_critic(cfg) else (cfg.actor,)
+    models = (cfg.actor, cfg.critic) if has_critic_model(cfg) else (cfg.actor,)
     fixed = max(model.micro_batch_size for model in models) * cfg.actor.seq_length
     return -(-min(cfg.rl_config.max_packing_token_size or fixed, mini_batch) // layout.cp)
 

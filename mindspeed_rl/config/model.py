@@ -294,13 +294,22 @@ class ModelConfig(BaseModel):
         return self.num_moe_layers * experts * 3 * self.hidden_size * (self.moe_ffn_hidden_size or 0)
 
     @property
+    def has_output_layer(self) -> bool:
+        """Logits for each token."""
+        return True
+
+    @property
     def has_value_head(self) -> bool:
-        """One value for each token instead of logits."""
+        """One value for each token."""
         return False
 
     def as_critic(self) -> CriticModel:
-        """The same with a value head."""
+        """The same with a value head in place of the output layer."""
         return CriticModel(**{**dict(self), "untie_embeddings_and_output_weights": True})
+
+    def with_value_head(self) -> SharedModel:
+        """The same with a value head beside the output layer."""
+        return SharedModel(**dict(self))
 
     @property
     def num_parameters(self) -> int:
@@ -309,10 +318,9 @@ class ModelConfig(BaseModel):
         layers = self.num_layers * (self._attention_parameters() + 2 * hidden)
         mlps = (self.num_layers - self.num_moe_layers) * 3 * hidden * self.ffn_hidden_size
         shared = self.num_moe_layers * 3 * hidden * (self.moe_shared_expert_intermediate_size or 0)
-        if self.has_value_head:
-            embeddings = self.vocab_size * hidden + hidden
-        else:
-            embeddings = self.vocab_size * hidden * (2 if self.untie_embeddings_and_output_weights else 1)
+        has_output_weight = self.has_output_layer and self.untie_embeddings_and_output_weights
+        embeddings = self.vocab_size * hidden * (2 if has_output_weight else 1)
+        embeddings += hidden if self.has_value_head else 0
         return layers + mlps + shared + self._router_parameters() + self.expert_parameters + embeddings + hidden
 
     def _router_parameters(self) -> int:
@@ -368,11 +376,25 @@ class ModelConfig(BaseModel):
 
 
 class CriticModel(ModelConfig):
-    """A model whose output layer is a value head; so it shares nothing with the embedding."""
+    """A model with a value head in place of the output layer; so that shares nothing with the embedding."""
+
+    @property
+    def has_output_layer(self) -> bool:
+        """No logits."""
+        return False
 
     @property
     def has_value_head(self) -> bool:
-        """One value for each token instead of logits."""
+        """One value for each token."""
+        return True
+
+
+class SharedModel(ModelConfig):
+    """Policy and critic on the same layers."""
+
+    @property
+    def has_value_head(self) -> bool:
+        """One value for each token, beside logits."""
         return True
 
 

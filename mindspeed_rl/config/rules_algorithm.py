@@ -7,7 +7,7 @@ from typing import Any
 
 from mindspeed_rl.common.errors import Violation
 from mindspeed_rl.config.algorithm import ADV_ESTIMATORS, FULL_KL, KL_PENALTIES, LOSS_TYPES
-from mindspeed_rl.config.layout import tokens_may_be_stale, updates_differ_from_samples, uses_critic
+from mindspeed_rl.config.layout import shares_critic, tokens_may_be_stale, updates_differ_from_samples, uses_critic
 from mindspeed_rl.config.rule import Found, nearest, rule
 from mindspeed_rl.config.schema import Config, RLConfig
 
@@ -22,6 +22,8 @@ _KEY_OF: dict[str, tuple[str, tuple[Any, ...]]] = {
     "cliprange_value": ("adv_estimator", _WITH_CRITIC),
     "critic_warmup": ("adv_estimator", _WITH_CRITIC),
     "critic_forward_micro_batch_size": ("adv_estimator", _WITH_CRITIC),
+    "critic_shares_actor": ("adv_estimator", _WITH_CRITIC),
+    "value_loss_coef": ("critic_shares_actor", (True,)),
     "clip_ratio": ("loss_type", _CLIPPING),
     "clip_higher_enable": ("loss_type", _CLIPPING),
     "clip_ratio_c": ("loss_type", ("ppo",)),
@@ -230,15 +232,34 @@ def warm_up_ends(cfg: Config) -> Found:
         yield Violation("rl_config.critic_warmup", warm_up, message)
 
 
-@rule("critic_config", "actor.stage")
+@rule("rl_config.critic_shares_actor", "rl_config.critic_warmup", "rl_config.critic_forward_micro_batch_size")
+def shared_critic_goes_with_the_actor(cfg: Config) -> Found:
+    if not shares_critic(cfg):
+        return
+    why = {
+        "critic_warmup": "the critic cannot train alone: critic_shares_actor = True has one optimizer step for both",
+        "critic_forward_micro_batch_size": "has no effect with critic_shares_actor = True: values come from the pass "
+        "of old log-probs, actor_forward_micro_batch_size",
+    }
+    for key, message in why.items():
+        if _changed(cfg.rl_config, key):
+            default = RLConfig.model_fields[key].default
+            hint = f"leave it at {default}, or set critic_shares_actor: false"
+            yield Violation(f"rl_config.{key}", getattr(cfg.rl_config, key), message, hint)
+
+
+@rule("critic_config", "actor.stage", "rl_config.critic_shares_actor")
 def critic_keys_are_its_own(cfg: Config) -> Found:
-    """It shares devices, layout and precision with the actor; so much may differ."""
+    """It shares devices, layout and precision with the actor; so much may differ. A head on the actor has no keys."""
     for key in sorted(cfg.critic_config.model_fields_set):
         path, value = f"critic_config.{key}", getattr(cfg.critic_config, key)
         if cfg.actor.stage != "ray_ppo":
             yield Violation(
                 path, value, f"stage = {cfg.actor.stage!r} has no critic", "set stage: ray_ppo, or remove it"
             )
+        elif shares_critic(cfg):
+            message = "has no effect: with critic_shares_actor = True the critic is part of the actor"
+            yield Violation(path, value, message, f"remove it (on the command line: ~{path})")
         elif key not in CRITIC_KEYS and value != getattr(cfg.actor, key):
             message = f"the critic shares the actor's devices, and has {getattr(cfg.actor, key)!r}"
             yield Violation(path, value, message, f"possible keys: {', '.join(CRITIC_KEYS)}")

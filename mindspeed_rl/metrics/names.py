@@ -50,7 +50,7 @@ METRICS: dict[str, MetricInfo] = {
     "prompt_length/max": MetricInfo("max", "tokens", "over samples"),
     "prompt_length/min": MetricInfo("min", "tokens", "over samples"),
     "prompt_length/total": MetricInfo("sum", "tokens", "over samples, a prompt once for each of its responses"),
-    "actor/loss": MetricInfo("mean", "", "whole loss, by loss_agg_mode over tokens or sequences"),
+    "actor/loss": MetricInfo("mean", "", "policy loss, KL and entropy, by loss_agg_mode over tokens or sequences"),
     "actor/pg_loss": MetricInfo("mean", "", "policy loss with its sign, by loss_agg_mode", "actor/policy_loss"),
     "actor/kl": MetricInfo("mean", "nat", "KL to the reference by kl_penalty's estimator", "actor/kl_loss"),
     "actor/kl_coef": MetricInfo("mean", "", "coefficient of the KL term, over updates"),

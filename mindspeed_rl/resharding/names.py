@@ -246,8 +246,10 @@ def parameter_table(model: ModelConfig) -> list[Parameter]:
 @lru_cache(maxsize=8)  # a mixture of experts has tens of thousands
 def _table(model: ModelConfig) -> tuple[Parameter, ...]:
     rows = [row for row in TABLES[model.architecture] if row.condition is None or getattr(model, row.condition)]
+    if not model.has_output_layer:
+        rows = [row for row in rows if row.megatron != OUTPUT_LAYER]
     if model.has_value_head:
-        rows = [VALUE_HEAD if row.megatron == OUTPUT_LAYER else row for row in rows]
+        rows.append(VALUE_HEAD)
     of_layer = [row for row in rows if "{layer}" in row.megatron]
     first = rows.index(of_layer[0])  # rows above the layers' rows come before the layers, rows below after them
     return (

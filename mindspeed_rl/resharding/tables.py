@@ -175,7 +175,7 @@ SHARED_EXPERT_ROWS = (
 # With tied embeddings the last of several pipeline stages keeps its own copy of the embedding.
 TIED_OUTPUT = Row(OUTPUT_LAYER, {"model.embed_tokens.weight": ("vocab", "hidden")}, 0, "vocab")
 
-# A critic has a value for each token in place of logits: Hugging Face's sequence classification with one label.
+# A critic has a value for each token, as Hugging Face's sequence classification with one label.
 VALUE_HEAD_NAME = "score.weight"
 VALUE_HEAD = Row("value_head.weight", {VALUE_HEAD_NAME: ("value_head", "hidden")}, None)
 

@@ -15,7 +15,7 @@ import torch
 
 from mindspeed_rl.algorithms.kl import make_kl_controller
 from mindspeed_rl.checkpoint.state import CheckpointReader
-from mindspeed_rl.config.layout import uses_critic
+from mindspeed_rl.config.layout import shares_critic, uses_critic
 from mindspeed_rl.config.schema import Config
 from mindspeed_rl.data.sampler import permutation
 from mindspeed_rl.metrics.loggers import MetricLogger
@@ -236,5 +236,6 @@ class GRPOTrainer:
             "generation_keys": generation_keys(self.config),
             "start_weights": self.inputs.source.weights,
             "critic": uses_critic(self.config),
+            "critic_shares_actor": shares_critic(self.config),
             "saved": [part for part, is_saved in saved.items() if is_saved],
         }

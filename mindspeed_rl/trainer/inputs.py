@@ -20,7 +20,7 @@ from mindspeed_rl.checkpoint.state import CheckpointReader, CheckpointStore
 from mindspeed_rl.common.errors import CheckpointError, ConfigError, Violation
 from mindspeed_rl.config.algorithm import FULL_KL
 from mindspeed_rl.config.files import HF_FOLDER, actor_path, resolve_model
-from mindspeed_rl.config.layout import Layout, derive_layout, uses_critic, uses_greedy_baseline
+from mindspeed_rl.config.layout import Layout, derive_layout, shares_critic, uses_critic, uses_greedy_baseline
 from mindspeed_rl.config.model import ModelConfig
 from mindspeed_rl.config.schema import Config, RLConfig
 from mindspeed_rl.data.prompts import PromptDataset, load_prompts
@@ -181,6 +181,10 @@ def choose_source(config: Config) -> tuple[Source, dict[str, Any] | None]:
     if uses_critic(config) and not state.get("critic"):
         message = f"{checkpoint} is of a run without a critic: a new run from its weights has load and finetune: true"
         raise CheckpointError(message)
+    shared = state.get("critic_shares_actor", False)
+    if uses_critic(config) and shared != shares_critic(config):
+        message = f"is of a run with critic_shares_actor = {shared}: a new run from its weights has finetune: true"
+        raise CheckpointError(f"{checkpoint} {message}")
     for part, wanted, key in (
         ("optimizer", not actor.no_load_optim, "no_load_optim"),
         ("rng", not actor.no_load_rng, "no_load_rng"),

@@ -8,7 +8,7 @@ from typing import Any
 from mindspeed_rl.common.metric import Metric, MetricSet
 from mindspeed_rl.common.timing import Timings
 from mindspeed_rl.common.timing import stage_seconds as by_stage
-from mindspeed_rl.config.layout import Layout, uses_critic, uses_full_kl
+from mindspeed_rl.config.layout import Layout, has_critic_model, uses_full_kl
 from mindspeed_rl.config.model import ModelConfig
 from mindspeed_rl.config.schema import Config
 from mindspeed_rl.metrics.names import with_aliases
@@ -102,7 +102,7 @@ class StepReport:
         devices = {"all": self.layout.devices, "update": self.layout.world, "rollout": self.layout.rollout_world}
         rates = step_throughput(prompts, responses, longest, devices, seconds, sum(self.sequence_lengths))
         if self.peak_flops:
-            models = 2.0 if uses_critic(self.config) else 1.0
+            models = 2.0 if has_critic_model(self.config) else 1.0
             if uses_full_kl(self.config):
                 models += 1 / TRAIN_TO_FORWARD  # the reference's forward passes
             flops = models * self.config.rl_config.epochs * train_flops(self.model, self.sequence_lengths)

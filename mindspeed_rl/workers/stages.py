@@ -11,6 +11,8 @@ from mindspeed_rl.algorithms.covariance import COV_LOSSES
 from mindspeed_rl.config.files import resolve_model
 from mindspeed_rl.config.layout import (
     Layout,
+    has_critic_model,
+    shares_critic,
     tokens_may_be_stale,
     updates_differ_from_samples,
     uses_critic,
@@ -55,13 +57,6 @@ class ScoringStage:
 
     columns: dict[str, str]  # what it puts into the dock: column -> which of the engine's `TokenOutputs`
     timing: str  # MindSpeed RL's name of its time
-
-
-SCORING = {
-    "reference": ScoringStage({"reference_log_probs": "log_probs"}, "reference_model"),
-    "old_log_prob": ScoringStage({"old_log_probs": "log_probs"}, "old_log_p"),
-    "value": ScoringStage({"values": "values"}, "values"),
-}
 
 
 def uses_reference(config: Config) -> bool:
@@ -127,14 +122,19 @@ def advantage_results(config: Config) -> tuple[str, ...]:
     return ("advantages", "loss_mask", *(("returns",) if uses_critic(config) else ()))
 
 
-def scoring_stages(config: Config) -> list[str]:
-    """Which of `SCORING` this run needs."""
-    used = {
-        "reference": uses_reference_log_probs(config),
-        "value": uses_critic(config),
-        "old_log_prob": uses_old_log_probs(config),  # last: the update needs the actor, too
+def scoring_stages(config: Config) -> dict[str, ScoringStage]:
+    """Those that this run needs, in their order."""
+    reference = {"reference_log_probs": "log_probs"} if uses_reference_log_probs(config) else {}
+    of_critic = {"values": "values"} if has_critic_model(config) else {}
+    of_actor = {"old_log_probs": "log_probs"} if uses_old_log_probs(config) else {}
+    if shares_critic(config):
+        of_actor["values"] = "values"
+    stages = {
+        "reference": ScoringStage(reference, "reference_model"),
+        "value": ScoringStage(of_critic, "values"),
+        "old_log_prob": ScoringStage(of_actor, "old_log_p"),  # last: the update needs the actor, too
     }
-    return [stage for stage in used if used[stage]]
+    return {name: stage for name, stage in stages.items() if stage.columns}
 
 
 def update_columns(config: Config) -> tuple[str, ...]:
@@ -176,8 +176,8 @@ def dock_spec(config: Config, layout: Layout) -> DockSpec:
             all_prompts=is_filtered,
         ),
         **{
-            stage: ConsumerSpec(needs=sequences, shares=layout.dp, puts=tuple(SCORING[stage].columns))
-            for stage in scoring_stages(config)
+            name: ConsumerSpec(needs=sequences, shares=layout.dp, puts=tuple(stage.columns))
+            for name, stage in scoring_stages(config).items()
         },
         "advantage": ConsumerSpec(
             needs=(*advantage_columns(config), "prompt_ids"), grouped=True, puts=advantage_results(config)

@@ -21,7 +21,7 @@ from mindspeed_rl.checkpoint.state import CheckpointReader, CheckpointStore
 from mindspeed_rl.checkpoint.tensors import StoredTensors
 from mindspeed_rl.common.metric import MetricSet
 from mindspeed_rl.common.timing import Timings
-from mindspeed_rl.config.layout import uses_critic, uses_full_kl
+from mindspeed_rl.config.layout import has_critic_model, shares_critic, uses_full_kl
 from mindspeed_rl.config.model import ModelConfig
 from mindspeed_rl.data.packing import fixed_micro_batches, micro_batches, sequence_costs
 from mindspeed_rl.resharding.layout import RolloutLayout
@@ -30,7 +30,7 @@ from mindspeed_rl.transfer_dock.spec import Claim
 from mindspeed_rl.types import Denominators, RolloutBatch
 from mindspeed_rl.workers.context import Context, Source
 from mindspeed_rl.workers.control import ControlGroup
-from mindspeed_rl.workers.stages import SCORING, old_log_probs_column, uses_reference
+from mindspeed_rl.workers.stages import old_log_probs_column, scoring_stages, uses_reference
 
 if TYPE_CHECKING:
     from mindspeed_rl.engine.base import TokenOutputs, TrainingEngine
@@ -46,11 +46,12 @@ class Training:
     """
 
     def __init__(self, context: Context, model: ModelConfig, source: Source):
-        from mindspeed_rl.engine.megatron.critic import CriticEngine
+        from mindspeed_rl.engine.megatron.critic import ActorCriticEngine, CriticEngine
         from mindspeed_rl.engine.megatron.engine import MegatronEngine, initialize_parallel_state
 
         self.rank, self.config, self.layout, self.model = context.rank, context.config, context.layout, model
         self.dock, self.timeout = context.dock, context.stage_seconds
+        self.scoring = scoring_stages(self.config)
         self.rl, self.sampling = self.config.rl_config, self.config.generate_config.sampling_config
         # the last pipeline stage's first rank holds the log-probs, so it speaks for its model replica
         self.replica = ControlGroup(
@@ -61,7 +62,8 @@ class Training:
         )
         initialize_parallel_state(self.config.actor)
         steps, iterations = self.layout.total_optimizer_steps, self.config.actor.train_iters
-        self.engine: TrainingEngine = MegatronEngine(
+        kind = ActorCriticEngine if shares_critic(self.config) else MegatronEngine
+        self.engine: TrainingEngine = kind(
             self.config.actor,
             model,
             context.device,
@@ -72,7 +74,7 @@ class Training:
         )
         load_custom_algorithms(self.rl.custom_algorithm_file)
         self.critic: TrainingEngine | None = None
-        if uses_critic(self.config):
+        if has_critic_model(self.config):
             self.critic = CriticEngine(
                 self.config.critic,
                 model,
@@ -128,7 +130,7 @@ class Training:
     def score(self, stage: str, timings: Timings) -> None:
         """Put this replica's share of `stage` ("reference" or "old_log_prob") into the dock."""
         for claim in self._claims(stage, timings):
-            with timings(SCORING[stage].timing):
+            with timings(self.scoring[stage].timing):
                 self._put_scores(claim, self._fetch(claim))
 
     def score_what_is_ready(self, iteration: int, stage: str) -> None:
@@ -166,11 +168,11 @@ class Training:
             most = self.engine.max_over_data_parallel([len(micro)])[0]
             micro = self._micro_batches(batch, stage, at_least=int(most))
         engine = self.critic if stage == "value" else self.engine
-        assert engine is not None, "a run without a critic has no such stage"
+        assert engine is not None, "a run without a critic's model has no such stage"
         outputs = engine.score(batch, micro, self.sampling.temperature, reference=stage == "reference")
         if self.replica.is_leader:
             assert outputs is not None, "the leader of a model replica is its output rank"
-            found = {column: getattr(outputs, name) for column, name in SCORING[stage].columns.items()}
+            found = {column: getattr(outputs, name) for column, name in self.scoring[stage].columns.items()}
             lengths = batch.response_lengths
             self.dock.ack(claim, {column: Jagged(values, lengths) for column, values in found.items()})
 
@@ -234,14 +236,18 @@ class Training:
         self, critic: TrainingEngine, batch: RolloutBatch, passes: list[list[int]], denominators: Denominators
     ) -> MetricSet:
         def loss(micro: RolloutBatch, outputs: TokenOutputs) -> tuple[torch.Tensor, MetricSet]:
-            values = outputs.values
-            assert values is not None, "a critic has values"
-            names = ("values", "returns", "loss_mask")
-            old, returns, mask = (torch.cat(micro.columns[name]).to(values.device) for name in names)
-            lengths = micro.response_lengths.to(values.device)
-            return self.value_objective(values, old, returns, mask, lengths, denominators)
+            assert outputs.values is not None, "a critic has values"
+            return self._value_loss(micro, outputs.values, denominators)
 
         return critic.train_mini_batch(batch, loss, passes, self.sampling.temperature, entropy=False)
+
+    def _value_loss(
+        self, micro: RolloutBatch, values: torch.Tensor, denominators: Denominators
+    ) -> tuple[torch.Tensor, MetricSet]:
+        names = ("values", "returns", "loss_mask")
+        old, returns, mask = (torch.cat(micro.columns[name]).to(values.device) for name in names)
+        lengths = micro.response_lengths.to(values.device)
+        return self.value_objective(values, old, returns, mask, lengths, denominators)
 
     def _train_actor(
         self,
@@ -279,6 +285,10 @@ class Training:
                 full_kl=outputs.kl,
             )
             found.merge(of_weights)
+            if outputs.values is not None:
+                of_values, of_critic = self._value_loss(micro, outputs.values, denominators)
+                value = value + self.rl.value_loss_coef * of_values
+                found.merge(of_critic)
             if "policy_versions" in columns:
                 age = iteration - columns["policy_versions"]
                 found.mean("staleness/mean", age, unit="iterations")

@@ -61,6 +61,10 @@ ALGORITHM_EXAMPLES = {
         [*PPO, "+critic_config.tensor_model_parallel_size=2"],
         "critic_config.tensor_model_parallel_size", 2, "shares the actor's devices", "possible keys: load",
     ),
+    "shared_critic_goes_with_the_actor": (
+        [*PPO, "rl_config.critic_shares_actor=true", "rl_config.critic_warmup=2"],
+        "rl_config.critic_warmup", 2, "one optimizer step for both", "leave it at 0",
+    ),
     "warm_up_ends": (
         [*PPO, "rl_config.critic_warmup=500"],
         "rl_config.critic_warmup", 500, "train_iters = 500", "",

@@ -8,6 +8,7 @@ from mindspeed_rl.config.compose import load_config
 from mindspeed_rl.config.files import resolve_model
 from mindspeed_rl.config.layout import derive_layout, tokens_may_be_stale
 from mindspeed_rl.config.memory import estimate_memory
+from mindspeed_rl.config.rules_memory import estimate
 
 
 @pytest.mark.parametrize(
@@ -16,6 +17,8 @@ from mindspeed_rl.config.memory import estimate_memory
         (["gamma=0.9"], "gamma", "adv_estimator = 'group_norm'"),
         (["adv_estimator=reinforce_plus_plus", "lam=0.9"], "lam", "adv_estimator = 'reinforce_plus_plus'"),
         (["cliprange_value=0.9"], "cliprange_value", "adv_estimator = 'group_norm'"),
+        (["critic_shares_actor=true"], "critic_shares_actor", "adv_estimator = 'group_norm'"),
+        (["value_loss_coef=1"], "value_loss_coef", "critic_shares_actor = False"),
         (["critic_warmup=9"], "critic_warmup", "adv_estimator = 'group_norm'"),
         (["critic_forward_micro_batch_size=9"], "critic_forward_micro_batch_size", "adv_estimator = 'group_norm'"),
         (["adv_estimator=rloo", "norm_adv_by_std=false"], "norm_adv_by_std", "adv_estimator = 'rloo'"),
@@ -80,6 +83,19 @@ def test_a_critic_has_limits_of_its_own():
     assert fits.rl_config.adv_estimator == "group_norm"
     (violation,) = violations_of(*PPO, "device_memory_gib=60", "actor_config.use_distributed_optimizer=false")
     assert "critic" in violation.message
+
+
+def test_a_shared_critic_has_nothing_of_its_own():
+    shared = [*PPO, "rl_config.critic_shares_actor=true"]
+    (violation,) = violations_of(*shared, "rl_config.critic_forward_micro_batch_size=4")
+    assert violation.path == "rl_config.critic_forward_micro_batch_size"
+    assert "actor_forward_micro_batch_size" in violation.message
+    for key, value in {"lr": 1e-5, "load": "folder", "micro_batch_size": 1}.items():
+        (violation,) = violations_of(*shared, f"critic_config.{key}={value}")
+        assert (violation.path, violation.value) == (f"critic_config.{key}", value)
+        assert f"~critic_config.{key}" in violation.suggestion
+    (cfg, _), (plain, _) = load_config(BASE, shared), load_config(BASE)
+    assert estimate(cfg, resolve_model(cfg)) == estimate(plain, resolve_model(plain))
 
 
 def test_a_critic_needs_its_stage_and_a_stage_its_critic():

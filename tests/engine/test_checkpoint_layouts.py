@@ -31,7 +31,8 @@ from mindspeed_rl.checkpoint.state import WEIGHTS, CheckpointReader
 from mindspeed_rl.common.metric import MetricSet
 from mindspeed_rl.config.model import ModelConfig
 from mindspeed_rl.config.schema import MegatronConfig, RLConfig
-from mindspeed_rl.types import Denominators
+from mindspeed_rl.engine.base import TokenOutputs
+from mindspeed_rl.types import Denominators, RolloutBatch
 
 RANKS = 4
 OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
@@ -65,11 +66,13 @@ class Group:
     layouts: list[Layout]
     settings: dict[str, Any]
     model: dict[str, Any]
+    shares_critic: bool = False
 
 
 DEEPSEEK = {"layers": 4, "experts": 4, "expert_ffn": 32, "n_group": 2, "topk_group": 1}
 GROUPS = {
-    "dense": Group(DENSE, {}, {"architecture": "llama", "layers": 4}),
+    # with a value head beside the output layer, which is in the checkpoint and not in what is exported
+    "dense": Group(DENSE, {}, {"architecture": "llama", "layers": 4}, shares_critic=True),
     # latent attention, a dense layer, shared experts, biases of the router
     "experts": Group(EXPERTS, {}, {"architecture": "deepseek_v3", **DEEPSEEK}),
     # state only: gradients of bfloat16 differ too much between layouts to be compared
@@ -84,20 +87,29 @@ GROUPS = {
 class Run:
     """An engine in a layout."""
 
-    def __init__(self, device: Any, folder: str, layout: Layout, **settings: Any):
+    def __init__(self, device: Any, folder: str, layout: Layout, shares_critic: bool = False, **settings: Any):
+        from mindspeed_rl.engine.megatron.critic import ActorCriticEngine
         from mindspeed_rl.engine.megatron.engine import MegatronEngine, initialize_parallel_state
 
         model = ModelConfig.from_hf(json.loads(Path(folder, "config.json").read_text()))
         cfg = MegatronConfig(**{"lr": 1e-3, "lr_warmup_fraction": 0.5, **layout.settings, **settings})
         initialize_parallel_state(cfg)
-        self.engine = MegatronEngine(cfg, model, device, 10, HFWeights(folder), with_reference=False)
+        kind = ActorCriticEngine if shares_critic else MegatronEngine
+        self.engine = kind(cfg, model, device, 10, HFWeights(folder), with_reference=False)
 
     def step(self) -> dict[str, float]:
         """Train on a batch that ranks share as evenly as they can; metrics of the whole, on every rank."""
         engine, batch = self.engine, make_batch()
         mine = batch.select(range(engine.data_parallel_rank, SEQUENCES, engine.data_parallel_size))
         tokens = float(torch.cat(batch.columns["loss_mask"]).sum())
-        loss = objective_loss(PolicyObjective(RLConfig(entropy_coeff=0.01)), Denominators(tokens, SEQUENCES - 1))
+        policy = objective_loss(PolicyObjective(RLConfig(entropy_coeff=0.01)), Denominators(tokens, SEQUENCES - 1))
+
+        def loss(micro: RolloutBatch, outputs: TokenOutputs) -> tuple[torch.Tensor, MetricSet]:
+            value, metrics = policy(micro, outputs)
+            if outputs.values is not None:
+                value = value + ((outputs.values - 1).square() * torch.cat(micro.columns["loss_mask"])).sum() / tokens
+            return value, metrics
+
         passes = [[index] for index in range(len(mine))]
         of_ranks: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(of_ranks, engine.train_mini_batch(mine, loss, passes, TEMPERATURE, entropy=True))
@@ -133,7 +145,7 @@ def exchange(ranks: Worlds, folder: str, root: Path, group: Group) -> dict[str, 
     """Train on one rank, hand the state through all pairs of layouts, go on in each; largest differences."""
 
     def run_in(case: Layout) -> Run:
-        return Run(ranks.device, folder, case, **group.settings)
+        return Run(ranks.device, folder, case, group.shares_critic, **group.settings)
 
     def weights(run: Run) -> dict[str, torch.Tensor]:
         return {name: tensor.clone() for name, tensor in run.engine.export_weights(1 << 20)}
@@ -148,6 +160,8 @@ def exchange(ranks: Worlds, folder: str, root: Path, group: Group) -> dict[str, 
             torch.save((run.step(), weights(run)), root / "uninterrupted")
     expected = contents(first)
     metrics, trained = torch.load(root / "uninterrupted")
+    with_head = [name for name in expected if name.startswith("value_head.") and expected[name].any()]
+    assert len(with_head) == (3 if group.shares_critic else 0)  # weight and two moments
     assert any(name.startswith("optimizer.exp_avg_sq.") and tensor.any() for name, tensor in expected.items())
     checkpoints = [root / str(number) / "iter_0000001" for number in range(len(group.layouts))]
     for case, path in zip(group.layouts, checkpoints, strict=True):

@@ -1,7 +1,9 @@
-"""PPO in the whole trainer: a critic that warms up, leaves the device and comes back, and goes on."""
+"""PPO in the whole trainer: a critic that warms up, leaves the device and comes back, and goes on; a shared one."""
 
 from pathlib import Path
 
+from mindspeed_rl.checkpoint.hf import HFWeights
+from mindspeed_rl.checkpoint.state import open_checkpoint
 from tests.support.runs import run, training
 
 PPO = (
@@ -22,6 +24,14 @@ PPO = (
 )
 
 
+SHARED = (
+    "rl_config.critic_shares_actor=true",
+    "rl_config.critic_warmup=0",
+    "megatron_training.train_iters=2",
+    "actor_config.save_hf=true",
+)
+
+
 def test_a_critic_trains_beside_the_actor_and_goes_on(inputs: Path, tmp_path: Path) -> None:
     steps = run(inputs, tmp_path, *PPO)
     warm_up, *others = steps
@@ -38,3 +48,16 @@ def test_a_critic_trains_beside_the_actor_and_goes_on(inputs: Path, tmp_path: Pa
         assert step["actor/pg_loss"] - 0.01 * step["actor/entropy"] - step["actor/loss"] < 1e-6  # no KL in the loss
     again = run(inputs, tmp_path, *PPO, f"actor_config.load={tmp_path}/checkpoints/iter_0000002", name="again")
     assert [training(step) for step in again] == [training(steps[2])]
+
+
+def test_a_critic_on_the_actors_layers_trains_with_it(inputs: Path, tmp_path: Path) -> None:
+    steps = run(inputs, tmp_path, *(key for key in PPO if not key.startswith("critic_config")), *SHARED)
+    for step in steps:
+        assert step["actor/lr"] == 1e-3
+        assert not {"critic/lr", "critic/grad_norm", "timing/values"} & step.keys()  # one step, one pass
+        assert step["timing/old_log_p"] > 0
+        assert step["critic/vf_loss"] > 0
+        assert step["critic/values"] != 0  # of the second update
+    checkpoint = open_checkpoint(tmp_path / "checkpoints")
+    assert checkpoint.tensors.names("value_head.model.") == ["value_head.model.score.weight"]
+    assert "score.weight" not in {*checkpoint.weight_names, *HFWeights(checkpoint.path / "hf").names}

@@ -13,16 +13,21 @@ from mindspeed_rl.trainer.inputs import _check_carried, choose_source, generatio
 from mindspeed_rl.workers.context import Source
 
 
-def config(tmp_path: Path, **actor: Any) -> Config:
+def config(tmp_path: Path, rl: dict[str, Any] | None = None, **actor: Any) -> Config:
     return Config(
         megatron_training={},
         actor_config={"save": str(tmp_path / "save"), **actor},
-        rl_config={"mini_batch_size": 32},
+        rl_config={"mini_batch_size": 32, **(rl or {})},
     )
 
 
 def save_checkpoint(
-    root: Path, hf_folder: Path, iteration: int, start_weights: Path, saved: list[str] | None = None
+    root: Path,
+    hf_folder: Path,
+    iteration: int,
+    start_weights: Path,
+    saved: list[str] | None = None,
+    **state: Any,
 ) -> Path:
     layout = derive_layout(config(root.parent))
     store = CheckpointStore(root, hf_folder=hf_folder, layout=layout)
@@ -34,6 +39,7 @@ def save_checkpoint(
         "kl_controller": {},
         "start_weights": str(start_weights),
         "saved": saved or [],
+        **state,
     }
     return store.commit(iteration, trainer)
 
@@ -81,6 +87,21 @@ def test_the_start_of_a_resumed_run_must_still_be_there(tiny_model_dir: Path, tm
     save_checkpoint(tmp_path / "old", tiny_model_dir, 3, tmp_path / "gone")
     with pytest.raises(CheckpointError, match=r"started from .*gone, which is not there"):
         choose_source(config(tmp_path, load=str(tmp_path / "old")))
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_a_critic_goes_on_where_it_was(shared: bool, tiny_model_dir: Path, tmp_path: Path) -> None:
+    """Its head is of layers that the critic of another kind does not have."""
+    state = {"critic": True, "critic_shares_actor": shared}
+    save_checkpoint(tmp_path / "old", tiny_model_dir, 3, tiny_model_dir, ["rng", "optimizer"], **state)
+
+    def goes_on(shares: bool) -> dict[str, Any] | None:
+        rl = {"adv_estimator": "gae", "critic_shares_actor": shares}
+        return choose_source(config(tmp_path, rl, load=str(tmp_path / "old")))[1]
+
+    assert goes_on(shared) is not None
+    with pytest.raises(CheckpointError, match=f"a run with critic_shares_actor = {shared}: .* finetune: true"):
+        goes_on(not shared)
 
 
 @pytest.mark.parametrize(("saved", "key"), [(["rng"], "no_load_optim"), (["optimizer"], "no_load_rng")])

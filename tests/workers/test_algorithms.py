@@ -1,5 +1,7 @@
 """Every policy loss and correction through the workers that compute them, in one layout against another."""
 
+from itertools import chain
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,7 @@ from mindspeed_rl.config.schema import Config
 from mindspeed_rl.transfer_dock.local import LocalTransferDock
 from mindspeed_rl.transfer_dock.spec import Claim
 from mindspeed_rl.workers.reward_worker import RewardWorker
-from mindspeed_rl.workers.stages import dock_spec, scoring_stages
+from mindspeed_rl.workers.stages import advantage_results, dock_spec, scoring_stages
 
 PROMPTS, GROUP, MAX_TOKENS = 8, 4, 6
 ROWS = PROMPTS * GROUP
@@ -67,6 +69,13 @@ CASES: dict[str, list[str]] = {
         "critic_config.lr=1e-2",
         "critic_config.micro_batch_size=5",
     ],
+    "shared": [
+        "megatron_training.stage=ray_ppo",
+        "rl_config.adv_estimator=gae",
+        "rl_config.critic_shares_actor=true",
+        "rl_config.value_loss_coef=0.7",
+        "rl_config.cliprange_value=0.2",
+    ],
     "stopped": ["rl_config.early_stop_imp_ratio=1.0001", "rl_config.epochs=2"],
 }
 ONE = ["rl_config.actor_resource.num_npus=1"]
@@ -82,7 +91,8 @@ LAYOUTS = {
     ],
 }
 TURNS = ["DP2", "CP2", "PP2", "TP2"]
-CHOSEN = {"critic": ["TP2", "PP2", "CP2"]}  # others get one each, in turn
+CHOSEN = {"critic": ["TP2", "PP2", "CP2"], "shared": ["TP2", "PP2", "CP2", "DP2"]}  # others get one each, in turn
+RESUMED = {"critic": ["one", "TP2", "PP2", "CP2"], "shared": ["one", "PP2"]}
 SEEN = {
     "critic/vf_loss",
     "critic/vf_clipfrac",
@@ -141,7 +151,7 @@ def iterate(training: Any, iteration: int) -> dict[str, float]:
     """Score and update; metrics of all ranks."""
     rl, dock = training.config.rl_config, training.dock
     dock.begin(iteration, PROMPTS, GROUP, block_rows=rl.mini_batch_size * GROUP)
-    made = {"advantages", "loss_mask", *(("returns",) if training.critic else ())}
+    made = set(advantage_results(training.config))
     columns = {*dock.spec.consumers["rollout"].puts, "prompt_ids", *made}
     dock.put(iteration, range(ROWS), {name: values for name, values in samples().items() if name in columns})
     timings = Timings(iteration)
@@ -161,6 +171,11 @@ def weights_of(training: Any) -> dict[str, torch.Tensor]:
     weights = {name: tensor.clone() for name, tensor in training.export_weights()}
     if training.critic is not None:
         weights |= {f"critic.{name}": tensor.clone() for name, tensor in training.critic.export_weights(1 << 20)}
+    of_ranks: list[Any] = [None] * dist.get_world_size()
+    pieces = [piece for piece in training.engine.pieces(optimizer=False) if piece.name.startswith("value_head.")]
+    dist.all_gather_object(of_ranks, [(piece.offsets, piece.data.clone()) for piece in pieces])
+    if head := sorted(chain(*of_ranks), key=itemgetter(0)):
+        weights["critic.head"] = torch.cat([columns for _, columns in head], dim=1)
     return weights
 
 
@@ -181,20 +196,21 @@ def update_in_all(rank: int, root: str, folder: str) -> dict[tuple[str, str], di
                 if here:
                     training = start(worlds, folder, [*overrides, *LAYOUTS[layout]])
                     found[name, layout] = {"metrics": iterate(training, 0), "weights": weights_of(training)}
-                    if layout == "one" and name == "critic":
-                        save(training, f"{root}/checkpoints")
-                        found["critic", "uninterrupted"] = {"metrics": iterate(training, 1)}
-    path = f"{root}/checkpoints/iter_0000001"
-    for layout in ("one", *CHOSEN["critic"]):
-        with worlds.world(1 if layout == "one" else 2) as here:
+                    if layout == "one" and name in RESUMED:
+                        save(training, f"{root}/{name}")
+                        found[name, "uninterrupted"] = {"metrics": iterate(training, 1)}
+    for name, layouts in RESUMED.items():
+        path = f"{root}/{name}/iter_0000001"
+        for layout in layouts:
+            with worlds.world(1 if layout == "one" else 2) as here:
+                if here:
+                    training = start(worlds, folder, [*CASES[name], *LAYOUTS[layout]], path)
+                    weights = weights_of(training)
+                    found[f"resumed {name}", layout] = {"weights": weights, "metrics": iterate(training, 1)}
+        with worlds.world(1) as here:  # a new run, which takes over the critic, too
             if here:
-                training = start(worlds, folder, [*CASES["critic"], *LAYOUTS[layout]], path)
-                weights = weights_of(training)
-                found["resumed", layout] = {"weights": weights, "metrics": iterate(training, 1)}
-    with worlds.world(1) as here:  # a new run, which takes over the critic, too
-        if here:
-            training = start(worlds, folder, [*CASES["critic"], *ONE], weights=path)
-            found["finetuned", "one"] = {"weights": weights_of(training)}
+                training = start(worlds, folder, [*CASES[name], *ONE], weights=path)
+                found[f"finetuned {name}", "one"] = {"weights": weights_of(training)}
     return found
 
 
@@ -224,14 +240,15 @@ def test_layouts_and_micro_batches_update_the_same(case: str, updates: dict[tupl
             torch.testing.assert_close(other["weights"][name], weight, atol=WEIGHT_TOLERANCE, rtol=0)
 
 
-def test_a_critic_goes_on_in_any_layout(updates: dict[tuple[str, str], dict[str, Any]]) -> None:
-    saved, expected = updates["critic", "one"]["weights"], updates["critic", "uninterrupted"]["metrics"]
-    assert any(name.startswith("critic.") for name in saved)
-    finetuned = updates["finetuned", "one"]["weights"]
-    assert all(torch.equal(finetuned[name], weight) for name, weight in saved.items())
-    for layout in ("one", *CHOSEN["critic"]):
-        found = updates["resumed", layout]
-        assert all(torch.equal(found["weights"][name], weight) for name, weight in saved.items()), layout
+@pytest.mark.parametrize("name", RESUMED)
+def test_a_critic_goes_on_in_any_layout(name: str, updates: dict[tuple[str, str], dict[str, Any]]) -> None:
+    saved, expected = updates[name, "one"]["weights"], updates[name, "uninterrupted"]["metrics"]
+    assert any(key.startswith("critic.") and weight.any() for key, weight in saved.items())
+    finetuned = updates[f"finetuned {name}", "one"]["weights"]
+    assert all(torch.equal(finetuned[key], weight) for key, weight in saved.items())
+    for layout in RESUMED[name]:
+        found = updates[f"resumed {name}", layout]
+        assert all(torch.equal(found["weights"][key], weight) for key, weight in saved.items()), layout
         for key in expected.keys() & SEEN:
             tolerance = {"abs": 0.0, "rel": 0.0} if layout == "one" else {"abs": TOLERANCE, "rel": 1e-4}
             assert found["metrics"][key] == pytest.approx(expected[key], **tolerance), (layout, key)
@@ -253,10 +270,26 @@ def test_every_case_acts(updates: dict[tuple[str, str], dict[str, Any]]) -> None
     without_kl = in_reward["actor/pg_loss"] - 0.005 * in_reward["actor/entropy"]
     assert in_reward["actor/loss"] == pytest.approx(without_kl, abs=1e-6)
     assert found["ppo"]["actor/kl"] > 0
-    assert 0 < found["critic"]["critic/vf_clipfrac"] < 1
-    assert found["critic"]["critic/values"] != 0  # from the second update on
+    for name in ("critic", "shared"):
+        assert 0 < found[name]["critic/vf_clipfrac"] < 1
+        assert found[name]["critic/values"] != 0  # from the second update on
     losses = [metrics["actor/loss"] for name, metrics in found.items() if name != "critic"]
     assert len(set(losses)) == len(losses)
+
+
+def test_a_shared_critic_scores_in_the_pass_of_old_log_probs(folder: str) -> None:
+    def scored(*overrides: str) -> dict[str, dict[str, str]]:
+        config = configured(folder, *CASES["shared"], "rl_config.init_kl_coef=0", *overrides)
+        return {name: stage.columns for name, stage in scoring_stages(config).items()}
+
+    assert scored() == {"old_log_prob": {"old_log_probs": "log_probs", "values": "values"}}
+    # where old log-probs need no pass, values do
+    on_policy = f"rl_config.mini_batch_size={PROMPTS}"
+    for override in (on_policy, "rl_config.recompute_logprobs=false"):
+        assert scored(override) == {"old_log_prob": {"values": "values"}}
+    assert scored("rl_config.critic_shares_actor=false", "rl_config.value_loss_coef=0.5", on_policy) == {
+        "value": {"values": "values"}
+    }
 
 
 def test_an_update_too_far_from_the_policy_that_generated_is_not_made(

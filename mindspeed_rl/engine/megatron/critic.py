@@ -1,8 +1,8 @@
-"""The critic in Megatron-core: the actor's kind of model with one value for each token instead of logits."""
+"""The critic in Megatron-core: a model of the actor's kind with values in place of logits, or a head on the actor."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -12,10 +12,8 @@ from mindspeed_rl.checkpoint.tensors import StoredTensors
 from mindspeed_rl.config.model import ModelConfig
 from mindspeed_rl.config.schema import MegatronConfig
 from mindspeed_rl.device.base import Device
-from mindspeed_rl.engine.base import TokenOutputs
 from mindspeed_rl.engine.megatron.engine import MegatronEngine
 from mindspeed_rl.engine.megatron.language_model import LanguageModel
-from mindspeed_rl.engine.megatron.packing import PackedMicroBatch
 from mindspeed_rl.engine.megatron.sharding import Sharding, read_pieces
 from mindspeed_rl.resharding.tables import VALUE_HEAD, VALUE_HEAD_NAME
 
@@ -38,8 +36,15 @@ class CriticEngine(MegatronEngine):
         total_steps: int,
         weights: HFWeights | StoredTensors,
     ):
-        self.backbone = model
-        super().__init__(cfg, model.as_critic(), device, total_steps, weights, with_reference=False)
+        super().__init__(cfg, model, device, total_steps, weights, with_reference=False)
+
+    def _trained(self, model: ModelConfig) -> ModelConfig:
+        return model.as_critic()
+
+    @property
+    def exported(self) -> ModelConfig:
+        """The critic itself."""
+        return self.model_config
 
     def _load(self, chunks: Sequence[LanguageModel], weights: HFWeights | StoredTensors) -> None:
         parameters = self._parameters_of(chunks)
@@ -54,8 +59,35 @@ class CriticEngine(MegatronEngine):
             head.data.zero_()
         self._fill(parameters, weights, self.backbone)
 
-    def _response_outputs(
-        self, micro: PackedMicroBatch, model: LanguageModel, hidden: torch.Tensor, temperature: float, entropy: bool
-    ) -> TokenOutputs:
-        """Of all response tokens, on every rank of the last stage."""
-        return TokenOutputs(values=self._of_all_tokens(micro, model.values(hidden)))
+
+class ActorCriticEngine(MegatronEngine):
+    """The actor with the critic on its layers: a value head takes the hidden states that the output layer takes.
+
+    A pass gives values beside log-probs, and one optimizer steps on all of it. The head is no part of the language
+    model: rollout and Hugging Face folders do not have it, and in checkpoints it has a place of its own. It starts
+    from that of the checkpoint that the actor starts from, if there is one, else from 0.
+    """
+
+    HEAD = "value_head."
+
+    def _trained(self, model: ModelConfig) -> ModelConfig:
+        return model.with_value_head()
+
+    def _load(self, chunks: Sequence[LanguageModel], weights: HFWeights | StoredTensors) -> None:
+        parameters = self._parameters_of(chunks)
+        head = parameters.pop(VALUE_HEAD.megatron, None)  # neither other stages nor the reference have one
+        self._fill(parameters, weights, self.backbone)
+        if head is None:
+            return
+        if isinstance(weights, StoredTensors) and weights.names(self.HEAD + WEIGHTS):
+            read_pieces(self._sharding({VALUE_HEAD.megatron: head}, self.HEAD), weights)
+        else:
+            head.data.zero_()
+
+    def _sharding(self, parameters: Mapping[str, torch.nn.Parameter], role: str) -> Sharding:
+        return Sharding(self.model_config, self.layout, parameters, role)
+
+    def _shardings(self) -> list[Sharding]:
+        body = self._actor_parameters()
+        head = {name: body.pop(name) for name in (VALUE_HEAD.megatron,) if name in body}
+        return [self._sharding(body, self.state_prefix), self._sharding(head, self.HEAD)]

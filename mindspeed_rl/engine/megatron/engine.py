@@ -80,7 +80,8 @@ class MegatronEngine:
         weights: HFWeights | StoredTensors,
         with_reference: bool,
     ):
-        self.cfg, self.model_config, self.device = cfg, model, device
+        self.cfg, self.device = cfg, device
+        self.backbone, self.model_config = model, self._trained(model)
         self.data_parallel_rank = mpu.get_data_parallel_rank()
         self.data_parallel_size = mpu.get_data_parallel_world_size()
         last_stage = mpu.get_pipeline_model_parallel_rank() == mpu.get_pipeline_model_parallel_world_size() - 1
@@ -90,7 +91,7 @@ class MegatronEngine:
         self.layout = WeightLayout.configured(cfg, model, self.data_parallel_size * cfg.context_parallel_size)
         if len(self.layout.stages[0]) > 1:  # Megatron's schedules look it up; its process groups do not depend on it
             mpu.set_virtual_pipeline_model_parallel_world_size(len(self.layout.stages[0]))
-        chunks = build_model(cfg, model, device, self.layout)
+        chunks = build_model(cfg, self.model_config, device, self.layout)
         self._load(chunks, weights)
         self.actor = data_parallel(cfg, chunks)
         self.optimizer = Optimizer(cfg, self.actor, total_steps)
@@ -105,6 +106,15 @@ class MegatronEngine:
             "optimizer": HostMemory(device),
             "reference": HostMemory(device, "frozen"),
         }
+
+    def _trained(self, model: ModelConfig) -> ModelConfig:
+        """What is built on the layers of a language model."""
+        return model
+
+    @property
+    def exported(self) -> ModelConfig:
+        """What others take of the weights: rollout, and Hugging Face folders."""
+        return self.backbone
 
     # ---- weights -------------------------------------------------------------------------------------------------
 
@@ -148,12 +158,12 @@ class MegatronEngine:
     def weight_checksums(self) -> dict[str, int]:
         """Of all Hugging Face tensors, computed on the shards (a collective; see `resharding.checksums`)."""
         group = _none_if_alone(mpu.get_expert_tensor_model_pipeline_parallel_group())
-        return training_checksums(self._actor_parameters(), self.model_config, self.layout, dist.get_rank(), group)
+        return training_checksums(self._actor_parameters(), self.exported, self.layout, dist.get_rank(), group)
 
     def _plan(self, bucket_bytes: int, rollout: RolloutLayout | None) -> ExportPlan:
         """Worked out once: names, shapes and dtypes stay."""
         if (bucket_bytes, rollout) not in self._plans:
-            model, rank = self.model_config, dist.get_rank()
+            model, rank = self.exported, dist.get_rank()
             plan = make_plan(model, planned_dtypes(self.cfg, model), self.layout, rank, bucket_bytes, rollout)
             self._plans[bucket_bytes, rollout] = plan
         return self._plans[bucket_bytes, rollout]
@@ -213,15 +223,18 @@ class MegatronEngine:
         self, micro: PackedMicroBatch, model: LanguageModel, hidden: torch.Tensor, temperature: float, entropy: bool
     ) -> TokenOutputs:
         """Of all response tokens, on every rank of the last stage."""
+        of_all = partial(self._of_all_tokens, micro)
+        values = None if model.value_head is None else of_all(model.values(hidden))
+        if model.output_layer is None:
+            return TokenOutputs(values=values)
         logits, targets = model.logits(hidden), micro.targets[micro.predicted]
         group, vocab_size = mpu.get_tensor_model_parallel_group(), self.model_config.vocab_size
         log_probs, entropies = vocab_parallel_log_probs(logits, targets, group, vocab_size, temperature, entropy)
         kl = None
         if micro.reference is not None:
             weight = self.reference[-1].output_weight
-            kl = vocab_parallel_kl(logits, micro.reference, weight, group, vocab_size, temperature)
-        of_all = partial(self._of_all_tokens, micro)
-        return TokenOutputs(*(None if values is None else of_all(values) for values in (log_probs, entropies, kl)))
+            kl = of_all(vocab_parallel_kl(logits, micro.reference, weight, group, vocab_size, temperature))
+        return TokenOutputs(of_all(log_probs), None if entropies is None else of_all(entropies), kl, values)
 
     @torch.no_grad()
     def _with_reference(self, packed: Sequence[PackedMicroBatch]) -> list[PackedMicroBatch]:
@@ -373,7 +386,8 @@ class MegatronEngine:
         """This rank's share of weights and, if asked for, optimizer state; memory in use, not copies."""
         if optimizer:
             self._away["optimizer"].ready()
-        return pieces_to_write(self._sharding(), self.optimizer if optimizer else None)
+        state = self.optimizer if optimizer else None
+        return [piece for sharding in self._shardings() for piece in pieces_to_write(sharding, state)]
 
     def rank_state(self, optimizer: bool, rng: bool) -> dict[str, Any]:
         """Small state beside the pieces, as tensors and plain Python values."""
@@ -394,7 +408,8 @@ class MegatronEngine:
         self._away["optimizer"].ready()
         if optimizer:
             self.optimizer.load_state_dict(state)
-        read_pieces(self._sharding(), tensors, self.optimizer if optimizer else None)
+        for sharding in self._shardings():
+            read_pieces(sharding, tensors, self.optimizer if optimizer else None)
         if not optimizer:
             self.optimizer.reload_weights()
 
@@ -411,8 +426,9 @@ class MegatronEngine:
             self.device.manual_seed(seed)
             model_parallel_cuda_manual_seed(seed)
 
-    def _sharding(self) -> Sharding:
-        return Sharding(self.model_config, self.layout, self._actor_parameters(), self.state_prefix)
+    def _shardings(self) -> list[Sharding]:
+        """All parameters, by what their names in a checkpoint begin with."""
+        return [Sharding(self.model_config, self.layout, self._actor_parameters(), self.state_prefix)]
 
 
 def _in_order(found: Sequence[TokenOutputs], micro_batches: Partition, lengths: Sequence[int]) -> TokenOutputs:

@@ -193,7 +193,7 @@ def _build_chunk(
     if model.has_latent_attention:
         use_grouped_routers(built, model.moe_router_enable_expert_bias)
     if built.post_process:
-        built.prepare_heads(not model.has_value_head, model.has_value_head)
+        built.prepare_heads(model.has_output_layer, model.has_value_head)
     frequencies = inverse_frequencies(model, device.current())
     for module in built.modules():  # one of the whole model, or one of each latent attention
         if isinstance(module, RotaryEmbedding):

@@ -2,7 +2,8 @@
 
 Stored are, under the Hugging Face names of the weights, `model.` the weights, `optimizer.main.` their float32 copies
 where there are any, and the moments `optimizer.exp_avg.` and `optimizer.exp_avg_sq.`. The second copy that pipeline
-stages keep of a tied embedding is not stored, nor is the padding of a vocabulary.
+stages keep of a tied embedding is not stored, nor is the padding of a vocabulary. Names of a critic's model have
+`critic.` before that, those of a value head on the actor's layers `value_head.`.
 
 Every rank writes what it has: the distributed optimizer's ranges, which cut parameters anywhere, as up to three
 rectangles each. Ranks that have the same divide it among them. So nothing has to be sent to be saved or loaded.
@@ -19,7 +20,7 @@ import torch.distributed as dist
 from mindspeed_rl.checkpoint.state import WEIGHTS
 from mindspeed_rl.checkpoint.tensors import LARGEST, Piece, StoredTensors
 from mindspeed_rl.config.model import ModelConfig
-from mindspeed_rl.engine.megatron.optimizer import Optimizer
+from mindspeed_rl.engine.megatron.optimizer import Optimizer, Shard
 from mindspeed_rl.resharding.layout import WeightLayout
 from mindspeed_rl.resharding.names import Parameter
 
@@ -29,18 +30,23 @@ MAIN = f"{OPTIMIZER}main."
 
 @dataclass(frozen=True)
 class Sharding:
-    """This rank's parameters and its place in the layout."""
+    """Parameters of this rank, and its place in the layout."""
 
     model: ModelConfig
     layout: WeightLayout
-    parameters: Mapping[str, torch.nn.Parameter]  # by name in the whole model
-    role: str = ""  # before all names: several models may be in a checkpoint
+    parameters: Mapping[str, torch.nn.Parameter]  # by name in the whole model, all or some
+    role: str = ""  # before all names: there is more in a checkpoint than one language model
 
     @property
     def held(self) -> dict[str, Parameter]:
-        """All of this rank's parameters."""
+        """All that this rank has of the model."""
         _, pp_rank, replica = self.layout.coordinates(dist.get_rank())
         return self.layout.held(self.model, pp_rank, self.layout.expert_rank(replica))
+
+    def shards(self, optimizer: Optimizer) -> Iterator[tuple[str, Shard]]:
+        """What the optimizer keeps for these parameters, by their names."""
+        names = {parameter: name for name, parameter in self.parameters.items()}
+        return ((names[shard.parameter], shard) for shard in optimizer.shards() if shard.parameter in names)
 
     def pieces(
         self, prefix: str, parameter: Parameter, elements: torch.Tensor, start: int = 0, most: int = 2**62
@@ -57,7 +63,8 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
 
 def pieces_to_write(sharding: Sharding, optimizer: Optimizer | None) -> list[Piece]:
     """This rank's share of weights and, if given, optimizer state: all ranks together have everything once."""
-    shares = sharding.layout.written(sharding.model, dist.get_rank())
+    written = sharding.layout.written(sharding.model, dist.get_rank())
+    shares = {name: share for name, share in written.items() if name in sharding.parameters}
     held = sharding.held
     pieces: list[Piece] = []
     for name, share in shares.items():
@@ -65,9 +72,7 @@ def pieces_to_write(sharding: Sharding, optimizer: Optimizer | None) -> list[Pie
         pieces += sharding.pieces(WEIGHTS, held[name], elements, share.start, LARGEST)
     if optimizer is None:
         return pieces
-    names = {parameter: name for name, parameter in sharding.parameters.items()}
-    for shard in optimizer.shards():
-        name = names[shard.parameter]
+    for name, shard in sharding.shards(optimizer):
         if name not in shares:
             continue
         share = range(shard.main.numel()) if shard.is_partial else shares[name]
@@ -98,11 +103,10 @@ def read_pieces(sharding: Sharding, tensors: StoredTensors, optimizer: Optimizer
 
     for name, parameter in sharding.parameters.items():
         fill(of_model, name, parameter)
-    names = {parameter: name for name, parameter in sharding.parameters.items()}
-    for shard in optimizer.shards() if optimizer is not None else ():
-        name = names[shard.parameter]
-        if optimizer is not None and optimizer.keeps_main_weights:
-            fill(main, name, shard.main, shard.start)
-        for moment, tensor in shard.moments.items():
-            fill(f"{OPTIMIZER}{moment}.", name, tensor, shard.start)
+    if optimizer is not None:
+        for name, shard in sharding.shards(optimizer):
+            if optimizer.keeps_main_weights:
+                fill(main, name, shard.main, shard.start)
+            for moment, tensor in shard.moments.items():
+                fill(f"{OPTIMIZER}{moment}.", name, tensor, shard.start)
     tensors.read(pieces)
