@@ -56,7 +56,7 @@ def main() -> None:
         note = f"mean of the last {LAST} of {len(rewards)} steps, first {rewards[0]:.3f}, seed {SEED}"
         settings = " ".join(setting.removeprefix("rl_config.") for setting in ALGORITHMS[name])
         records.append(Record(f"learning.{name}_reward", reached, "", limit=1.0, note=f"{note}; {settings}"))
-    publish("learning-cpu", records, cpu_name())
+        publish("learning-cpu", records, cpu_name())  # each as soon as it is there: all take most of an hour
 
 
 if __name__ == "__main__":
