@@ -106,8 +106,9 @@ class CpuDevice:
         return F.rms_norm(hidden, weight.shape, weight, eps)
 
     def worker_environment(self, ranks: int) -> dict[str, str]:
-        # ranks of one host must not fight over its cores
-        return {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // ranks))}
+        # ranks of one host must not fight over its cores; whoever starts the run may know better
+        threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, (os.cpu_count() or 1) // ranks))
+        return {"OMP_NUM_THREADS": threads}
 
     def vllm_environment(self, kv_cache_gib: int, eager: bool) -> dict[str, str]:
         environment = {

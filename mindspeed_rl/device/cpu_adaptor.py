@@ -173,7 +173,7 @@ def _pad_uneven_parts() -> None:
     dist.reduce_scatter = reduce_scatter  # type: ignore[assignment]
 
 
-def _not_compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+def _not_compiled(function: Callable[..., Any], **_: Any) -> Callable[..., Any]:
     return function
 
 
@@ -192,7 +192,7 @@ def redirect_cuda_to_cpu() -> None:
         from megatron.core import jit
         from megatron.core.tensor_parallel import random as megatron_random
         from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
-    jit.disable_jit_fuser()
+    jit.jit_fuser = _not_compiled
 
     # vLLM replaces torch.cuda.Stream once more, by one that records no events
     MoEAlltoAllTokenDispatcher.cuda_dtoh_stream = _Stream()

@@ -125,8 +125,17 @@ def generation_keys(config: Config) -> dict[str, Any]:
         "recompute_logprobs",
         "use_kl_in_reward",
     )
+    of_rewards = (  # which surplus groups bring along
+        "verifier_function",
+        "verifier_weight",
+        "filter_groups_metric",
+        "overlong_buffer_enable",
+        "overlong_buffer",
+        "overlong_buffer_penalty_factor",
+    )
     return {
         **{f"rl_config.{name}": getattr(rl, name) for name in names},
+        **{f"rl_config.{name}": getattr(rl, name) for name in of_rewards if rl.filter_groups_enable},
         actor_path(config, "global_batch_size"): config.actor.global_batch_size,
         "rl_config.init_kl_coef": rl.init_kl_coef > 0,
         "rl_config.adv_estimator": rl.adv_estimator if uses_greedy_baseline(config) else None,
@@ -139,10 +148,11 @@ def _check_carried(state: dict[str, Any], config: Config) -> None:
     if not state.get("carried"):
         return
     hint = "keep it for at least one iteration more: the checkpoint holds responses that are not trained on yet"
+    saved = state["generation_keys"]
     violations = [
-        Violation(key, value, f"was {state['generation_keys'].get(key)!r} in the run that is resumed", hint)
+        Violation(key, value, f"was {saved[key]!r} in the run that is resumed", hint)
         for key, value in generation_keys(config).items()
-        if state["generation_keys"].get(key) != value
+        if saved.get(key, value) != value  # an older version has not known all of them
     ]
     if violations:
         raise ConfigError(violations)

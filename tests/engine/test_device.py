@@ -109,3 +109,11 @@ def test_host_memory_is_taken_in_pieces_of_bounded_size(monkeypatch: pytest.Monk
         memory.ready()
     assert taken == 2 * [10, 10, 8]
     assert owner.flatten().tolist() == list(range(7))
+
+
+def test_ranks_share_the_cores_unless_the_user_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: 8)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert [CpuDevice().worker_environment(ranks)["OMP_NUM_THREADS"] for ranks in (1, 3, 16)] == ["8", "2", "1"]
+    monkeypatch.setenv("OMP_NUM_THREADS", "5")
+    assert CpuDevice().worker_environment(2)["OMP_NUM_THREADS"] == "5"

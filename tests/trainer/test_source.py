@@ -129,3 +129,17 @@ def test_carried_groups_have_a_baseline_or_need_none() -> None:
         with pytest.raises(ConfigError, match=r"rl_config.adv_estimator = .* in the run that is resumed"):
             _check_carried(state, config)
         _check_carried({**state, "carried": 0}, config)
+
+
+def test_carried_groups_were_scored_as_the_next_ones_will_be() -> None:
+    rewards = {"filter_groups_enable": True, "verifier_function": ["acc"], "verifier_weight": [1.0]}
+    before, after = (
+        Config(megatron_training={}, rl_config={**rewards, "verifier_weight": [weight]}) for weight in (1.0, 0.5)
+    )
+    state = {"carried": 1, "generation_keys": generation_keys(before)}
+    _check_carried(state, before)
+    with pytest.raises(ConfigError, match=r"rl_config.verifier_weight = \[0.5\].*was \[1.0\]"):
+        _check_carried(state, after)
+    # of an older version, which has not written the key
+    known = {key: value for key, value in generation_keys(before).items() if key != "rl_config.verifier_weight"}
+    _check_carried({"carried": 1, "generation_keys": known}, after)
