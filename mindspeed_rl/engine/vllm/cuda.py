@@ -9,7 +9,7 @@ from mindspeed_rl.config.schema import GenerateConfig
 if TYPE_CHECKING:
     from mindspeed_rl.engine.vllm.decode_scheduler import DecodeScheduler
 
-# tokens of a step, up to which vLLM has graphs of its own accord
+# sequences, or tokens, of a step: for no more has vLLM graphs of its own accord
 DEFAULT_CAPTURE_SIZE = 512
 # of vLLM, whose scheduler ours derives from
 SCHEDULER_VERSION = "0.25."
@@ -20,9 +20,8 @@ def arguments(cfg: GenerateConfig, interruptible: bool) -> dict[str, Any]:
     import vllm
 
     found: dict[str, Any] = {}
-    if not cfg.enforce_eager:
-        largest = max(DEFAULT_CAPTURE_SIZE, cfg.max_num_seqs)
-        found["compilation_config"] = {"max_cudagraph_capture_size": largest}
+    if not cfg.enforce_eager and cfg.max_num_seqs > DEFAULT_CAPTURE_SIZE:
+        found["compilation_config"] = {"max_cudagraph_capture_size": cfg.max_num_seqs}
     if vllm.__version__.startswith(SCHEDULER_VERSION) and not (interruptible and cfg.sampling_config.detokenize):
         from mindspeed_rl.engine.vllm.decode_scheduler import DecodeScheduler
 

@@ -5,7 +5,8 @@ request and step its scheduler asks the cache for a slot, looks for what there m
 adapters), and makes an output, which is then appended to those before. Of that, rollout needs little: one token in 16
 needs a new block of the cache, and nobody reads a response before it has ended.
 
-Written for vLLM 0.25, whose own scheduler takes every step with parts of prompts in it, or with a nearly full cache.
+Written for vLLM 0.25, whose own scheduler takes every step that may have parts of prompts in it, or a cache that is
+nearly full.
 Requests are as `VllmEngine` makes them: text prompts, no grammar, no adapter.
 """
 
@@ -48,11 +49,10 @@ class DecodeScheduler(AsyncScheduler):
         return list(self.requests[name]._output_token_ids)
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
-        """The next step: one token of every running request, or what vLLM makes of prompts that wait."""
+        """The next step: one token of every running request, or what vLLM makes of prompts that there is room for."""
         if (
             not self.is_used
-            or self.waiting
-            or self.skipped_waiting
+            or ((self.waiting or self.skipped_waiting) and len(self.running) < self.max_num_running_reqs)
             or len(self.running) > self.max_num_scheduled_tokens
             or len(self.running) > self._cache.block_pool.get_num_free_blocks()
             or any(request.is_prefill_chunk for request in self.running)
@@ -128,7 +128,8 @@ class DecodeScheduler(AsyncScheduler):
         if ended:
             preempted = ended.difference(self.running)  # while their last tokens were computed
             self.running = [request for request in self.running if request not in ended]
-            self.waiting.remove_requests(preempted)
+            if preempted:
+                self.waiting.remove_requests(preempted)
         return {0: EngineCoreOutputs(outputs=outputs)}
 
     def _end(self, request: Any, token: int) -> RequestStatus | None:
