@@ -125,8 +125,7 @@ def compute_advantages(
     """Advantage of every response token, and with a critic its return.
 
     A NaN reward or baseline marks a sample whose scoring failed: its group's statistics leave it out and its own
-    advantage is 0.
-    The caller masks such a sample, so that it does not count in the loss's denominator either.
+    advantage is 0. The caller masks such a sample, so that it does not count in the loss's denominator either.
 
     Args:
         name: a name in `ADVANTAGES`.

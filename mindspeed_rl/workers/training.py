@@ -128,7 +128,7 @@ class Training:
     # ---- scoring -------------------------------------------------------------------------------------------------
 
     def score(self, stage: str, timings: Timings) -> None:
-        """Put this replica's share of `stage` ("reference" or "old_log_prob") into the dock."""
+        """Put this replica's share of `stage`, one of `scoring_stages`, into the dock."""
         for claim in self._claims(stage, timings):
             with timings(self.scoring[stage].timing):
                 self._put_scores(claim, self._fetch(claim))
