@@ -1,6 +1,6 @@
 """Tokens that vLLM generates in the training process, and what its own scheduler makes of the same: on one GPU.
 
-`python benchmarks/rollout.py [--model qwen25_1b5] [--sequences 1024] [--prompt 128] [--response 512]`
+`python benchmarks/rollout.py [--model qwen25_1b5] [--sequences 1024] [--running 512] [--prompt 128] [--response 512]`
 
 Random weights and prompts, responses of full length, with log-probs. Beside it stand vLLM's own scheduler, and what
 the device alone would take: the time of its kernels in a step, seen half way.
@@ -46,7 +46,7 @@ def engine(args: argparse.Namespace, folder: str) -> Any:
     cfg = GenerateConfig(
         dtype="bfloat16",
         max_model_len=args.prompt + args.response,
-        max_num_seqs=args.sequences,
+        max_num_seqs=args.running or args.sequences,
         max_num_batched_tokens=16384,
         enforce_eager=False,
         gpu_memory_utilization=0.8,
@@ -98,6 +98,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="qwen25_1b5")
     parser.add_argument("--sequences", type=int, default=1024)
+    parser.add_argument("--running", type=int, help="of the sequences, how many at once; all if not given")
     parser.add_argument("--prompt", type=int, default=128)
     parser.add_argument("--response", type=int, default=512)
     parser.add_argument("--scheduler", choices=["ours", "vllm"], help=argparse.SUPPRESS)
@@ -115,9 +116,11 @@ def main() -> None:
     assert found["ours"]["greedy"] == found["vllm"]["greedy"], "both schedulers have the same tokens generated"
     total = args.sequences * args.response
     rates = {scheduler: total / each["seconds"] for scheduler, each in found.items()}
-    limit = args.sequences / found["ours"]["kernels"]
-    shape = f"{args.model}, {args.sequences} x {args.prompt}+{args.response}, with log-probs; median of {REPEATS}"
-    note = f"{shape}; peer: vLLM's own scheduler; limit: the kernels of a step half way, alone"
+    running = min(args.running or args.sequences, args.sequences)
+    limit = running / found["ours"]["kernels"]
+    at_once = "" if running == args.sequences else f", {running} at once"
+    shape = f"{args.model}, {args.sequences} x {args.prompt}+{args.response}{at_once}, with log-probs"
+    note = f"{shape}; median of {REPEATS}; peer: vLLM's own scheduler; limit: the kernels of a step half way, alone"
     record = Record(
         "cuda.rollout_tokens_per_s", rates["ours"], "tokens/s", limit=limit, peer=rates["vllm"], note=note
     )

@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from mindspeed_rl.algorithms.log_probs import scaled_copy
-from mindspeed_rl.algorithms.vocabulary import Gradients, OutputLayer, fused, wide
+from mindspeed_rl.algorithms.vocabulary import Gradients, OutputLayer, wide
+from mindspeed_rl.device.compiler import fused
 
 
 def vocab_parallel_kl(

@@ -9,7 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from mindspeed_rl.algorithms.vocabulary import Gradients, OutputLayer, fused, wide
+from mindspeed_rl.algorithms.vocabulary import Gradients, OutputLayer, wide
+from mindspeed_rl.device.compiler import fused
 
 
 def vocab_parallel_log_probs(

@@ -6,16 +6,12 @@ are made of hidden states, which are small, in the forward pass and again in the
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-
-_Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True)
@@ -118,21 +114,3 @@ class Gradients:
 def wide(dtype: torch.dtype) -> torch.dtype:
     """What sums over the vocabulary are computed in: float32, or float64 for what is so already."""
     return torch.promote_types(dtype, torch.float32)
-
-
-def fused(function: Callable[..., _Result], logits: Tensor, *arguments: Any) -> _Result:
-    """Call a function of logits [n, V/tp] and values of the rows: on CUDA as one kernel, with torch's compiler.
-
-    Step by step it takes a dozen passes over memory instead of one or two. `TORCHDYNAMO_DISABLE=1` keeps to that.
-    """
-    if not logits.is_cuda:
-        return function(logits, *arguments)
-    for tensor in (logits, *(argument for argument in arguments if isinstance(argument, Tensor))):
-        torch._dynamo.maybe_mark_dynamic(tensor, 0)  # the last chunk is shorter
-    return _compiled(function)(logits, *arguments)
-
-
-@functools.cache
-def _compiled(function: Callable[..., _Result]) -> Callable[..., _Result]:
-    compiled: Callable[..., _Result] = torch.compile(function)
-    return compiled

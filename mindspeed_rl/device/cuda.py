@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -102,11 +103,13 @@ class CudaDevice:
         # flash attention for packed input, part of torch since 2.10
         from torch.nn.attention.varlen import varlen_attn
 
-        repeats = query.shape[1] // key.shape[1]
-        if repeats > 1:
+        repeats, newer = query.shape[1] // key.shape[1], dict[str, Any]()
+        if repeats > 1 and "enable_gqa" in inspect.signature(varlen_attn).parameters:
+            newer["enable_gqa"] = True
+        elif repeats > 1:
             key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
         lengths = (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
-        output = varlen_attn(query, key, value, *lengths, scale=scale, window_size=(-1, 0))
+        output = varlen_attn(query, key, value, *lengths, scale=scale, window_size=(-1, 0), **newer)
         assert isinstance(output, torch.Tensor), "no auxiliary output was asked for"
         return output
 
