@@ -229,13 +229,18 @@ class MegatronEngine:
         if model.output_layer is None:
             return TokenOutputs(values=values)
         weight, targets = model.output_weight, micro.targets[micro.predicted]
-        group = _none_if_alone(mpu.get_tensor_model_parallel_group())
-        settings = group, self.model_config.vocab_size, temperature
-        log_probs, entropies = vocab_parallel_log_probs(hidden, weight, targets, *settings, entropy, LOGIT_CHUNK)
+        group, vocab_size = _none_if_alone(mpu.get_tensor_model_parallel_group()), self.model_config.vocab_size
+        log_probs, entropies = vocab_parallel_log_probs(
+            hidden, weight, targets, group, vocab_size, temperature, entropy, LOGIT_CHUNK
+        )
         kl = None
         if micro.reference is not None:
-            of_reference = micro.reference, self.reference[-1].output_weight
-            kl = of_all(vocab_parallel_kl(hidden, weight, *of_reference, *settings, LOGIT_CHUNK))
+            of_reference = self.reference[-1].output_weight
+            kl = of_all(
+                vocab_parallel_kl(
+                    hidden, weight, micro.reference, of_reference, group, vocab_size, temperature, LOGIT_CHUNK
+                )
+            )
         return TokenOutputs(of_all(log_probs), None if entropies is None else of_all(entropies), kl, values)
 
     @torch.no_grad()

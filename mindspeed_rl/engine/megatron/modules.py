@@ -125,7 +125,8 @@ def _rotated(
 ) -> torch.Tensor:
     """The tokens of a context-parallel rank."""
     tokens = torch.arange(len(hidden), dtype=cu_seqlens.dtype, device=hidden.device) + rank * len(hidden)
-    positions = tokens - cu_seqlens[torch.bucketize(tokens, cu_seqlens[1:], right=True)]
+    # of the bounds as they are: of a part of them torch's compiler takes the beginning
+    positions = tokens - cu_seqlens[torch.bucketize(tokens, cu_seqlens, right=True) - 1]
     rotated: torch.Tensor = rope_utils._apply_rotary_pos_emb_bshd(
         hidden.unsqueeze(1),
         freqs[positions],
