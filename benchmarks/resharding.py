@@ -108,6 +108,8 @@ def hf_config(model: ModelConfig) -> dict[str, Any]:
         "head_dim": model.kv_channels,
         "vocab_size": model.vocab_size,
         "max_position_embeddings": model.max_position_embeddings,
+        "rope_theta": model.rotary_base,
+        "rms_norm_eps": model.norm_epsilon,
         "tie_word_embeddings": not model.untie_embeddings_and_output_weights,
         "eos_token_id": 0,
     }
