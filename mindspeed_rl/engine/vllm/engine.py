@@ -192,6 +192,7 @@ class VllmEngine:
     def wake_up(self, part: str) -> None:
         """Take memory for `part`: "weights" or "kv_cache"."""
         if self.can_sleep:
+            self.device.empty_cache()  # vLLM asks the device itself, which torch may hold all of since an update
             self.llm.wake_up(tags=[part])
 
 
