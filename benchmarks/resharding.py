@@ -95,11 +95,9 @@ def limit_of(device: Any, plan: ExportPlan, kept: dict[str, torch.Tensor]) -> Ca
     return move
 
 
-def rollout_engine(model: ModelConfig, device: Any, folder: str) -> Any:
-    """vLLM on this rank alone, with that model."""
-    from mindspeed_rl.engine.vllm.engine import VllmEngine
-
-    config = {
+def hf_config(model: ModelConfig) -> dict[str, Any]:
+    """What vLLM reads of a model."""
+    return {
         "architectures": [model.architecture],
         "model_type": MODEL_TYPES[model.architecture],
         "num_hidden_layers": model.num_layers,
@@ -110,10 +108,18 @@ def rollout_engine(model: ModelConfig, device: Any, folder: str) -> Any:
         "head_dim": model.kv_channels,
         "vocab_size": model.vocab_size,
         "max_position_embeddings": model.max_position_embeddings,
+        "rope_theta": model.rotary_base,
+        "rms_norm_eps": model.norm_epsilon,
         "tie_word_embeddings": not model.untie_embeddings_and_output_weights,
         "eos_token_id": 0,
     }
-    Path(folder, "config.json").write_text(json.dumps(config))
+
+
+def rollout_engine(model: ModelConfig, device: Any, folder: str) -> Any:
+    """vLLM on this rank alone, with that model."""
+    from mindspeed_rl.engine.vllm.engine import VllmEngine
+
+    Path(folder, "config.json").write_text(json.dumps(hf_config(model)))
     cfg = GenerateConfig(
         dtype="bfloat16", max_model_len=1024, max_num_seqs=8, enforce_eager=True, gpu_memory_utilization=0.5
     )

@@ -1,8 +1,4 @@
-"""KL to the reference over the whole vocabulary, from logits whose vocabulary is split over tensor-parallel ranks.
-
-Logits of the reference exist for a chunk of rows at a time: they are made of its hidden states, which are small, in
-the forward pass and again in the backward pass.
-"""
+"""KL to the reference over the whole vocabulary, through output layers split over tensor-parallel ranks."""
 
 from __future__ import annotations
 
@@ -13,13 +9,16 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from mindspeed_rl.algorithms.log_probs import all_reduce, check_logits, real_columns, row_chunks, scaled_copy
+from mindspeed_rl.algorithms.log_probs import scaled_copy
+from mindspeed_rl.algorithms.vocabulary import Gradients, OutputLayer, wide
+from mindspeed_rl.device.compiler import fused
 
 
 def vocab_parallel_kl(
-    logits: Tensor,
     hidden: Tensor,
     weight: Tensor,
+    reference_hidden: Tensor,
+    reference_weight: Tensor,
     group: dist.ProcessGroup | None,
     vocab_size: int,
     temperature: float = 1.0,
@@ -27,31 +26,34 @@ def vocab_parallel_kl(
 ) -> Tensor:
     """KL(p ‖ q) = Σ_j p_j (log p_j − log q_j) of every row, over the real vocabulary.
 
-    p = softmax(logits / temperature) is the policy, q = softmax(hidden · weightᵀ / temperature) the reference, a
-    constant. The gradient is exact: ∂KL/∂z_j = p_j (log p_j − log q_j − KL) with z = logits / temperature; nothing of
-    it is estimated from the token that was sampled. Of equal logits KL and gradient are exactly 0, rounding included.
-    The loss is taken to be the same on all ranks of `group`: a rank's gradient is that of its own columns.
+    p = softmax(hidden · weightᵀ / temperature) is the policy; q the reference, in the same way, a constant. The
+    gradient is exact: ∂KL/∂z_j = p_j (log p_j − log q_j − KL) with z the policy's logits / temperature; nothing of it
+    is estimated from the token that was sampled. Of equal models KL and gradient are exactly 0, rounding included.
 
     Args:
-        logits: [N, V/tp] float of any width, finite; rank i of tp holds columns i·V/tp onwards. Not modified.
-        hidden: [N, h] the reference's final hidden states, the same on every rank.
-        weight: [V/tp, h] of the reference's output layer, the rank's columns; of the dtype of `hidden`.
+        hidden: [N, h] float of any width, the same on every rank; finite, as are the logits.
+        weight: [V/tp, h], of the same dtype; rank i of tp holds rows i·V/tp onwards.
+        reference_hidden: [N, h'] of the reference.
+        reference_weight: [V/tp, h'] of the reference's output layer.
         group: the tensor-parallel group; None: the vocabulary is not split.
-        vocab_size: size of the real vocabulary; columns from there on are padding and count as impossible.
+        vocab_size: size of the real vocabulary; rows of the weights from there on are padding, and impossible.
         temperature: divisor of both logits, as in sampling.
-        chunk: rows worked off at a time; bounds the memory to four copies of [chunk, V/tp] in float32.
+        chunk: rows worked off at a time; bounds the memory to both's logits, three times that in float32, and
+            (backward) a gradient like each of the weights.
 
     Returns:
-        [N] float32 in nats; not negative but for rounding.
+        [N] float32 in nats, or float64 if `hidden` is; not negative but for rounding.
 
     Raises:
         ValueError: temperature or chunk not positive, or shapes that do not fit.
     """
-    check_logits(logits, group, vocab_size, temperature, chunk)
-    if hidden.shape != (len(logits), weight.shape[1]) or len(weight) != logits.shape[1]:
-        shapes = ", ".join(f"{tuple(tensor.shape)}" for tensor in (logits, hidden, weight))
-        raise ValueError(f"logits, hidden, weight are {shapes}: must be [N, V/tp], [N, h], [V/tp, h]")
-    kl: Tensor = _VocabParallelKL.apply(logits, hidden, weight, group, vocab_size, temperature, chunk)
+    layer = OutputLayer(group, vocab_size, temperature, chunk)
+    layer.check(hidden, weight)
+    layer.check(reference_hidden, reference_weight)
+    if len(hidden) != len(reference_hidden) or len(weight) != len(reference_weight):
+        rows = f"{len(hidden)} and {len(reference_hidden)} rows, {len(weight)} and {len(reference_weight)} columns"
+        raise ValueError(f"policy and reference have {rows}: must be equal")
+    kl: Tensor = _VocabParallelKL.apply(hidden, weight, reference_hidden, reference_weight, layer)
     return kl
 
 
@@ -59,59 +61,71 @@ class _VocabParallelKL(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        logits: Tensor,
         hidden: Tensor,
         weight: Tensor,
-        group: dist.ProcessGroup | None,
-        vocab_size: int,
-        temperature: float,
-        chunk: int,
+        reference_hidden: Tensor,
+        reference_weight: Tensor,
+        layer: OutputLayer,
     ) -> Tensor:
-        rows, columns = logits.shape
-        real = real_columns(columns, group, vocab_size)
-        # z, y: scaled logits of policy and reference. Both are treated alike, step by step: where they are equal, all
-        # that is computed from them is, bit for bit. First by the largest of this rank's own columns, as those of y
-        # do not last until ranks have agreed on a common one
-        largest = logits.new_full((2, rows), torch.finfo(torch.float32).min, dtype=torch.float32)
-        sums = logits.new_zeros((3, rows), dtype=torch.float32)  # Σ e^z, Σ e^y, Σ e^z (z − y)
-        for part in row_chunks(rows, chunk) if real else ():
-            z = scaled_copy(logits[part, :real], temperature)
-            y = _reference(hidden, weight, part, real, temperature)
-            for which, x in enumerate((z, y)):
-                largest[which, part] = x.amax(dim=1)
-                x.sub_(largest[which, part, None])
-                sums[which, part] = x.exp().sum(dim=1)
-            sums[2, part] = torch.sub(z, y, out=y).mul_(z.exp_()).sum(dim=1)
+        rows, dtype = len(hidden), wide(hidden.dtype)
+        # first by the largest of this rank's own columns, as a chunk's logits do not last until ranks have agreed
+        largest = hidden.new_full((2, rows), torch.finfo(dtype).min, dtype=dtype)
+        sums = hidden.new_zeros((3, rows), dtype=dtype)
+        for part in layer.parts(rows, weight):
+            logits = layer.logits(hidden[part], weight)
+            of_reference = layer.logits(reference_hidden[part], reference_weight)
+            largest[:, part], sums[:, part] = fused(_sums, logits, of_reference, layer.temperature)
         whole = largest.clone()
-        all_reduce(whole, dist.ReduceOp.MAX, group)
+        layer.all_reduce(whole, dist.ReduceOp.MAX)
         shift = largest - whole
         sums[2] += sums[0] * (shift[0] - shift[1])
         sums *= shift[[0, 1, 0]].exp()
-        all_reduce(sums, dist.ReduceOp.SUM, group)
+        layer.all_reduce(sums)
 
         log_sums = sums[:2].log()
         kl = sums[2] / sums[0] + (log_sums[1] - log_sums[0])
-        ctx.save_for_backward(logits, hidden, weight, whole + log_sums, kl)
-        ctx.real, ctx.temperature, ctx.chunk = real, temperature, chunk
+        ctx.save_for_backward(hidden, weight, reference_hidden, reference_weight, whole + log_sums, kl)
+        ctx.layer = layer
         return kl
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_kl: Tensor) -> tuple[Tensor | None, ...]:
-        logits, hidden, weight, log_normalisers, kl = ctx.saved_tensors
-        real, temperature = ctx.real, ctx.temperature
-        grad_logits = torch.empty_like(logits)
-        grad_logits[:, real:] = 0
-        for part in row_chunks(len(logits), ctx.chunk) if real else ():
-            log_p = scaled_copy(logits[part, :real], temperature).sub_(log_normalisers[0, part, None])
-            log_q = _reference(hidden, weight, part, real, temperature).sub_(log_normalisers[1, part, None])
-            difference = torch.sub(log_p, log_q, out=log_q)
-            grad_z = difference.sub_(kl[part, None]).mul_(log_p.exp_()).mul_(grad_kl[part, None])
-            grad_logits[part, :real] = grad_z.div_(temperature)
-        return grad_logits, None, None, None, None, None, None
+        hidden, weight, reference_hidden, reference_weight, log_normalisers, kl = ctx.saved_tensors
+        layer: OutputLayer = ctx.layer
+        gradients = Gradients(layer, hidden, weight)
+        for part in layer.parts(len(hidden), weight):
+            logits = layer.logits(hidden[part], weight)
+            of_reference = layer.logits(reference_hidden[part], reference_weight)
+            of_rows = log_normalisers[0, part], log_normalisers[1, part], kl[part], grad_kl[part]
+            gradients.add(part, fused(_gradient, logits, of_reference, *of_rows, layer.temperature))
+        return *gradients.whole(), None, None, None
 
 
-def _reference(hidden: Tensor, weight: Tensor, part: slice, real: int, temperature: float) -> Tensor:
-    """Scaled logits of the reference, [rows of the part, real] float32, in memory of their own."""
-    # the product includes the padding as the output layer's does, so that equal models have equal bits
-    return scaled_copy((hidden[part] @ weight.t())[:, :real], temperature)
+def _sums(logits: Tensor, of_reference: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """Largest scaled logits z and y of policy and reference; relative to them Σ e^z, Σ e^y, Σ e^z (z − y).
+
+    Both are treated alike, step by step: where they are equal, all that is computed from them is, bit for bit.
+    """
+    scaled = [scaled_copy(each, temperature) for each in (logits, of_reference)]
+    largest = [each.amax(dim=1) for each in scaled]
+    z, y = (each.sub_(most[:, None]) for each, most in zip(scaled, largest, strict=True))
+    sums = [each.exp().sum(dim=1) for each in (z, y)]
+    sums.append(y.sub_(z).neg_().mul_(z.exp_()).sum(dim=1))
+    return torch.stack(largest), torch.stack(sums)
+
+
+def _gradient(
+    logits: Tensor,
+    of_reference: Tensor,
+    log_normaliser: Tensor,
+    log_normaliser_of_reference: Tensor,
+    kl: Tensor,
+    grad_kl: Tensor,
+    temperature: float,
+) -> Tensor:
+    """Of the policy's logits: ∂KL p (log p − log q − KL) / temperature."""
+    log_p = scaled_copy(logits, temperature).sub_(log_normaliser[:, None])
+    log_q = scaled_copy(of_reference, temperature).sub_(log_normaliser_of_reference[:, None])
+    difference = log_q.sub_(log_p).neg_().sub_(kl[:, None])
+    return difference.mul_(log_p.exp_()).mul_((grad_kl / temperature)[:, None]).to(logits.dtype)

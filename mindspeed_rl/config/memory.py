@@ -14,6 +14,7 @@ from mindspeed_rl.config.schema import Config
 
 GIB = 2**30
 FLOAT32 = 4
+LOGIT_CHUNK = 2048  # response tokens whose logits there are at a time
 _DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 
@@ -178,17 +179,22 @@ def activation_bytes(cfg: Config, model: ModelConfig, layout: Layout) -> int:
 
 
 def logit_bytes(cfg: Config, model: ModelConfig, layout: Layout) -> int:
-    """Logits of one micro-batch of full length in float32 and their gradient: 2 x 4 x tokens x V / TP.
+    """Logits of a chunk of tokens, and what is made of the output layer's weights V h / TP.
 
-    With the KL over the vocabulary a gradient more, as the loss is then of two functions of the logits, and the
-    reference's final hidden states of a mini-batch's responses.
+    The logits and their gradient, and two copies in float32 (which CUDA's kernels do without); the gradient of the
+    weights in float32, and in their own width. With the KL over the vocabulary the reference's logits and one more
+    copy in float32, a gradient more, and the reference's final hidden states of a mini-batch's responses.
     """
-    of_logits = FLOAT32 * micro_batch_tokens(cfg, layout) * model.padded_vocab_size(layout.tp) // layout.tp
-    if not uses_full_kl(cfg):
-        return 2 * of_logits
+    actor, full = cfg.actor, uses_full_kl(cfg)
+    width = 2 if actor.bf16 else FLOAT32
+    tokens, columns = (
+        min(micro_batch_tokens(cfg, layout), LOGIT_CHUNK),
+        model.padded_vocab_size(layout.tp) // layout.tp,
+    )
+    chunk = tokens * columns * ((3 * width + 3 * FLOAT32) if full else (2 * width + 2 * FLOAT32))
+    gradients = columns * model.hidden_size * (FLOAT32 + (2 if full else 1) * width)
     responses = layout.sequences_per_mini_batch_per_rank * cfg.generate_config.sampling_config.max_tokens
-    width = 2 if cfg.actor.bf16 else FLOAT32
-    return 3 * of_logits + responses * model.hidden_size * width // layout.cp
+    return chunk + gradients + (responses * model.hidden_size * width // layout.cp if full else 0)
 
 
 def kv_bytes_per_token(cfg: Config, model: ModelConfig) -> int:

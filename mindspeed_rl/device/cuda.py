@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
 
 from mindspeed_rl.device.base import BlockAttention
 
@@ -99,16 +100,8 @@ class CudaDevice:
         max_seqlen: int,
         scale: float | None = None,
     ) -> torch.Tensor:
-        # flash attention for packed input, part of torch since 2.10
-        from torch.nn.attention.varlen import varlen_attn
-
-        repeats = query.shape[1] // key.shape[1]
-        if repeats > 1:
-            key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
-        lengths = (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
-        output = varlen_attn(query, key, value, *lengths, scale=scale, window_size=(-1, 0))
-        assert isinstance(output, torch.Tensor), "no auxiliary output was asked for"
-        return output
+        attended: torch.Tensor = _PackedAttention.apply(query, key, value, cu_seqlens, max_seqlen, scale)
+        return attended
 
     def rms_norm(self, hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         return F.rms_norm(hidden, weight.shape, weight, eps)
@@ -122,7 +115,11 @@ class CudaDevice:
 
 
 class _FlashAttention:
-    """See `mindspeed_rl.device.base.BlockAttention`: the kernels behind `varlen_attn`, which hides the gradient's."""
+    """See `mindspeed_rl.device.base.BlockAttention`: torch's flash attention.
+
+    Its public name `varlen_attn` hides the log-sum-exp and the gradient, and before torch 2.12 wants keys and values
+    repeated for each head; here heads may share them.
+    """
 
     def forward(
         self,
@@ -159,6 +156,34 @@ class _FlashAttention:
             gradient, *saved, 0.0, cu_seqlens is not None, random, unused, scale=scale
         )
         return of_query, of_key, of_value
+
+
+class _PackedAttention(torch.autograd.Function):
+    """Causal attention inside each of the packed sequences."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        cu_seqlens: torch.Tensor,
+        max_seqlen: int,
+        scale: float | None,
+    ) -> torch.Tensor:
+        output, lse = _FlashAttention().forward(query, key, value, cu_seqlens, max_seqlen, scale)
+        ctx.save_for_backward(query, key, value, output, lse, cu_seqlens)
+        ctx.max_seqlen, ctx.scale = max_seqlen, scale
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        query, key, value, output, lse, cu_seqlens = ctx.saved_tensors
+        gradients = _FlashAttention().backward(
+            gradient, query, key, value, output, lse, cu_seqlens, ctx.max_seqlen, ctx.scale
+        )
+        return *gradients, None, None, None
 
 
 def _sequences(

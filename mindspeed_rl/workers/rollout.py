@@ -33,7 +33,8 @@ def vllm_engine(context: Context, hf_folder: str, stop_tokens: Sequence[int]) ->
 
     config = context.config
     seed = config.actor.seed + context.layout.rollout_replica(context.rank)
-    return VllmEngine(config.generate_config, hf_folder, context.device, seed, stop_tokens)
+    interruptible = uses_partial_rollout(config)
+    return VllmEngine(config.generate_config, hf_folder, context.device, seed, stop_tokens, interruptible)
 
 
 class Rollout:

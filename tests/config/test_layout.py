@@ -12,6 +12,7 @@ from mindspeed_rl.config.files import resolve_model
 from mindspeed_rl.config.layout import Layout, derive_layout, pipeline_chunks
 from mindspeed_rl.config.memory import (
     FLOAT32,
+    LOGIT_CHUNK,
     activation_bytes,
     estimate_memory,
     kv_bytes_per_token,
@@ -212,17 +213,19 @@ def test_context_parallelism_divides_tokens_and_optimizer_state():
         cp: estimate_memory(*loaded("grpo_trainer_qwen25_7b", *layout, f"actor_config.context_parallel_size={cp}"))
         for cp in (1, 2)
     }
-    assert sizes[2].logits * 2 == sizes[1].logits
+    assert sizes[2].logits == sizes[1].logits  # of a chunk of tokens, whatever there is
     assert sizes[2].activations * 2 == pytest.approx(sizes[1].activations)
     assert (sizes[2].optimizer, sizes[2].weights) == (sizes[1].optimizer, sizes[1].weights)  # DP 4, or DP 2 x CP 2
 
 
-def test_logits_are_counted_twice_in_float32():
+def test_logits_are_those_of_a_chunk_beside_the_gradient_of_their_weights():
     cfg, model, layout = loaded("grpo_trainer_qwen25_7b")
-    assert logit_bytes(cfg, model, layout) == 2 * 4 * (2 * 4096) * 152064 // 4
+    columns, bf16, fp32 = 152064 // 4, 2, 4
+    expected = LOGIT_CHUNK * columns * (2 * bf16 + 2 * fp32) + columns * 3584 * (fp32 + bf16)
+    assert logit_bytes(cfg, model, layout) == expected
 
 
-def test_a_token_cap_limits_activations_and_logits():
+def test_a_token_cap_limits_activations():
     def sizes(*overrides: str) -> tuple[int, int]:
         # sizes beyond any device are wanted here: without the limit that refuses them
         loaded_run = loaded("grpo_trainer_qwen25_7b", "device_memory_gib=null", *overrides)
@@ -232,7 +235,8 @@ def test_a_token_cap_limits_activations_and_logits():
     dynamic = ["rl_config.use_dynamic_bsz=true", "~actor_config.micro_batch_size", *forward]
     fixed = sizes("actor_config.micro_batch_size=2")  # of 4,096 tokens each
     assert sizes(*dynamic, "rl_config.max_packing_token_size=8192") == fixed
-    assert sizes(*dynamic, "rl_config.max_packing_token_size=4096")[1] * 2 == fixed[1]
+    half = sizes(*dynamic, "rl_config.max_packing_token_size=4096")
+    assert (half[0] * 2, half[1]) == fixed  # logits are those of a chunk
     # a mini-batch has 128 sequences on a rank: a larger cap changes nothing
     most = sizes("actor_config.micro_batch_size=128")
     assert sizes(*dynamic, "rl_config.max_packing_token_size=1000000") == most

@@ -25,7 +25,7 @@ def compare(worker: Any, folder: str) -> None:
     from vllm.model_executor.model_loader.utils import initialize_model
     from vllm.utils.torch_utils import set_default_torch_dtype
 
-    from mindspeed_rl.engine.vllm.cuda import copy_again, load_watched
+    from mindspeed_rl.engine.vllm.direct_load import copy_again, load_watched
 
     def new_model() -> Any:
         """As CUDA has it: nothing is packed after loading."""

@@ -22,6 +22,7 @@ from mindspeed_rl.checkpoint.hf import HFWeights
 from mindspeed_rl.checkpoint.tensors import Piece, StoredTensors
 from mindspeed_rl.common.errors import CheckpointError
 from mindspeed_rl.common.metric import Metric, MetricSet
+from mindspeed_rl.config.memory import LOGIT_CHUNK
 from mindspeed_rl.config.model import ModelConfig
 from mindspeed_rl.config.schema import MegatronConfig
 from mindspeed_rl.device.base import Device
@@ -227,13 +228,19 @@ class MegatronEngine:
         values = None if model.value_head is None else of_all(model.values(hidden))
         if model.output_layer is None:
             return TokenOutputs(values=values)
-        logits, targets = model.logits(hidden), micro.targets[micro.predicted]
-        group, vocab_size = mpu.get_tensor_model_parallel_group(), self.model_config.vocab_size
-        log_probs, entropies = vocab_parallel_log_probs(logits, targets, group, vocab_size, temperature, entropy)
+        weight, targets = model.output_weight, micro.targets[micro.predicted]
+        group, vocab_size = _none_if_alone(mpu.get_tensor_model_parallel_group()), self.model_config.vocab_size
+        log_probs, entropies = vocab_parallel_log_probs(
+            hidden, weight, targets, group, vocab_size, temperature, entropy, LOGIT_CHUNK
+        )
         kl = None
         if micro.reference is not None:
-            weight = self.reference[-1].output_weight
-            kl = of_all(vocab_parallel_kl(logits, micro.reference, weight, group, vocab_size, temperature))
+            of_reference = self.reference[-1].output_weight
+            kl = of_all(
+                vocab_parallel_kl(
+                    hidden, weight, micro.reference, of_reference, group, vocab_size, temperature, LOGIT_CHUNK
+                )
+            )
         return TokenOutputs(of_all(log_probs), None if entropies is None else of_all(entropies), kl, values)
 
     @torch.no_grad()

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core import parallel_state as mpu
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -32,11 +31,8 @@ class LanguageModel(GPTModel):
     value_head: ValueHead | None
 
     def prepare_heads(self, has_output_layer: bool, has_value_head: bool) -> None:
-        """Of the last chunk, after it was built. Heads take whole hidden states, with sequence parallelism, too."""
-        if has_output_layer:
-            self.output_layer.sequence_parallel = False
-            self.output_layer.allreduce_dgrad = mpu.get_tensor_model_parallel_world_size() > 1
-        else:
+        """Of the last chunk, after it was built."""
+        if not has_output_layer:
             self.output_layer = None
         self.value_head = ValueHead(self.config) if has_value_head else None
 
@@ -54,15 +50,10 @@ class LanguageModel(GPTModel):
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
         return hidden[:, 0]
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[n, hidden] to [n, V/tp], this tensor-parallel rank's part of the padded vocabulary."""
-        logits, _ = self.output_layer(hidden[:, None], weight=self._tied_weight())
-        return logits[:, 0]
-
     @property
     def output_weight(self) -> torch.Tensor:
-        """[V/tp, hidden], what `logits` multiplies with."""
-        tied = self._tied_weight()
+        """[V/tp, hidden] of the output layer, this tensor-parallel rank's part of the padded vocabulary."""
+        tied = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
         weight: torch.Tensor = self.output_layer.weight if tied is None else tied
         return weight
 
@@ -76,10 +67,7 @@ class LanguageModel(GPTModel):
         """0, whose gradient of 0 reaches every parameter."""
         outputs = []
         if self.output_layer is not None:
-            outputs.append(self.logits(hidden))
+            outputs.append(F.linear(hidden, self.output_weight))
         if self.value_head is not None:
             outputs.append(self.values(hidden))
         return 0.0 * torch.stack([output.sum() for output in outputs]).sum()
-
-    def _tied_weight(self) -> torch.Tensor | None:
-        return self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None

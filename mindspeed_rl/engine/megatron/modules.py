@@ -15,6 +15,7 @@ from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from mindspeed_rl.device.base import Device
+from mindspeed_rl.device.compiler import fused
 from mindspeed_rl.engine.megatron.context_parallel import heads_to_tokens, tokens_to_heads
 from mindspeed_rl.engine.megatron.packing import PackedSequences
 from mindspeed_rl.engine.megatron.ring_attention import ring_attention
@@ -109,17 +110,29 @@ def _rotate_packed(
     With latent attention the channels that rotate together are neighbours, in DeepSeek's checkpoints as here.
     """
     assert cu_seqlens is not None, "training input is always packed"
-    lengths = (cu_seqlens[1:] - cu_seqlens[:-1]).long()
-    total = len(hidden) * mpu.get_context_parallel_world_size()
-    starts = torch.repeat_interleave(cu_seqlens[:-1].long(), lengths, output_size=total)
-    first = len(hidden) * mpu.get_context_parallel_rank()
-    positions = torch.arange(first, first + len(hidden), device=hidden.device) - starts[first : first + len(hidden)]
-    rotated = rope_utils._apply_rotary_pos_emb_bshd(
+    settings = config.rotary_interleaved, config.multi_latent_attention, config.attention_scaling
+    return fused(_rotated, hidden, freqs, cu_seqlens, mpu.get_context_parallel_rank(), *settings)
+
+
+def _rotated(
+    hidden: torch.Tensor,
+    freqs: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    rank: int,
+    interleaved: bool,
+    neighbours: bool,
+    scaling: float,
+) -> torch.Tensor:
+    """The tokens of a context-parallel rank."""
+    tokens = torch.arange(len(hidden), dtype=cu_seqlens.dtype, device=hidden.device) + rank * len(hidden)
+    # of the bounds as they are: of a part of them torch's compiler takes the beginning
+    positions = tokens - cu_seqlens[torch.bucketize(tokens, cu_seqlens, right=True) - 1]
+    rotated: torch.Tensor = rope_utils._apply_rotary_pos_emb_bshd(
         hidden.unsqueeze(1),
         freqs[positions],
-        rotary_interleaved=config.rotary_interleaved,
-        multi_latent_attention=config.multi_latent_attention,
-        mscale=config.attention_scaling,
+        rotary_interleaved=interleaved,
+        multi_latent_attention=neighbours,
+        mscale=scaling,
     )
     return rotated.squeeze(1)
 

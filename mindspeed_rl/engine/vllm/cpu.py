@@ -52,13 +52,13 @@ def _broadcast_queues() -> list[Path]:
     return [SHARED_MEMORY / buffer.shared_memory.name] if buffer is not None else []
 
 
-def compilation_config(model_folder: str) -> dict[str, Any]:
-    """Setting for latent attention: vLLM's rotary kernel is wrong for its queries, in [tokens, heads, channels].
+def arguments(model_folder: str) -> dict[str, Any]:
+    """Of the engine, for latent attention: vLLM's rotary kernel is wrong for its queries, [tokens, heads, channels].
 
     Seen with vLLM 0.32, without scaling of the rope: with YaRN vLLM does not use that kernel.
     """
     has_latent_attention = "kv_lora_rank" in read_json(Path(model_folder) / "config.json")
-    return {"custom_ops": ["-rotary_embedding"]} if has_latent_attention else {}
+    return {"compilation_config": {"custom_ops": ["-rotary_embedding"]}} if has_latent_attention else {}
 
 
 def reload_weights(worker: Any, weights: Any) -> None:

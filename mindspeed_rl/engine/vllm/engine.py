@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,8 @@ from mindspeed_rl.common.errors import ConfigError, Violation
 from mindspeed_rl.config.schema import GenerateConfig
 from mindspeed_rl.device.base import Device
 from mindspeed_rl.engine.base import Generation, GenerationRequest
-from mindspeed_rl.engine.vllm import cpu, npu, validation
-from mindspeed_rl.engine.vllm.cuda import DirectLoader
+from mindspeed_rl.engine.vllm import cpu, cuda, npu, validation
+from mindspeed_rl.engine.vllm.direct_load import DirectLoader
 
 
 class VllmEngine:
@@ -28,12 +29,21 @@ class VllmEngine:
         device: this process's device.
         seed: of the engine's own generator; the same on the ranks of one tensor-parallel group.
         stop_tokens: ids that end a response.
+        interruptible: whether `unfinished` and `interrupt` will be called, for which responses are kept at hand.
 
     Raises:
         ConfigError: whole experts on each device are asked for, and the device is a CPU.
     """
 
-    def __init__(self, cfg: GenerateConfig, model_folder: str, device: Device, seed: int, stop_tokens: Sequence[int]):
+    def __init__(
+        self,
+        cfg: GenerateConfig,
+        model_folder: str,
+        device: Device,
+        seed: int,
+        stop_tokens: Sequence[int],
+        interruptible: bool = True,
+    ):
         if cfg.enable_expert_parallel and device.name == "cpu":  # known only now with `device: auto`
             message = "vLLM's CPU kernels take no map of a rank's experts"
             raise ConfigError([Violation("generate_config.enable_expert_parallel", True, message, "set it to false")])
@@ -42,15 +52,17 @@ class VllmEngine:
         from vllm import LLM
 
         _know_model_class(model_folder)
-        self.cfg, self.device = cfg, device
+        self.cfg, self.device, self.interruptible = cfg, device, interruptible
         self.stop_tokens = [] if cfg.sampling_config.ignore_eos else list(stop_tokens)
         self.can_sleep = device.rollout_can_sleep
         loaders: dict[str, Any] = {"cpu": cpu.reload_weights, "npu": npu.load_weights}
         self._load_weights = loaders.get(device.name) or DirectLoader().load
-        self._running: dict[str, GenerationRequest] = {}  # by vLLM's name of it
+        self._running: dict[str, GenerationRequest] = {}  # by our name of it
         self._outputs: dict[str, Any] = {}  # what vLLM said of them last, if anything
+        self._engine_names: dict[str, str] = {}  # our name -> vLLM's
         with cpu.private_shared_memory() if device.name == "cpu" else nullcontext():
             self.llm = LLM(**self._arguments(model_folder, seed))
+        self._scheduler = cuda.decode_scheduler(self.llm) if device.name == "cuda" else None
 
     def _arguments(self, model_folder: str, seed: int) -> dict[str, Any]:
         cfg = self.cfg
@@ -68,7 +80,8 @@ class VllmEngine:
             "max_num_seqs": cfg.max_num_seqs,
             "max_num_batched_tokens": cfg.max_num_batched_tokens,
             "enforce_eager": cfg.enforce_eager,
-            "compilation_config": cpu.compilation_config(model_folder) if self.device.name == "cpu" else {},
+            **(cpu.arguments(model_folder) if self.device.name == "cpu" else {}),
+            **(cuda.arguments(cfg, self.interruptible) if self.device.name == "cuda" else {}),
             "enable_prefix_caching": cfg.enable_prefix_caching,
             "gpu_memory_utilization": cfg.gpu_memory_utilization,
             "enable_sleep_mode": self.can_sleep,
@@ -81,9 +94,14 @@ class VllmEngine:
 
     def _sampling_params(self, request: GenerationRequest) -> Any:
         from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
 
         sampling = self.cfg.sampling_config
+        newer: dict[str, Any] = {}
+        if "flat_logprobs" in SamplingParams.__struct_fields__:
+            newer["flat_logprobs"] = True  # instead of an object for each token
         return SamplingParams(
+            output_kind=RequestOutputKind.CUMULATIVE if self.interruptible else RequestOutputKind.FINAL_ONLY,
             temperature=0.0 if request.greedy else sampling.temperature,  # 0: top_p and the like have no effect
             top_p=sampling.top_p,
             top_k=sampling.top_k,
@@ -95,6 +113,7 @@ class VllmEngine:
             stop_token_ids=self.stop_tokens,
             ignore_eos=sampling.ignore_eos,
             detokenize=sampling.detokenize,
+            **newer,
         )
 
     def generate(self, requests: Sequence[GenerationRequest]) -> Iterator[list[Generation]]:
@@ -103,39 +122,53 @@ class VllmEngine:
         for request in requests:
             prompt: Any = {"prompt_token_ids": [*request.prompt.tolist(), *request.generated]}
             name = f"{request.row} greedy" if request.greedy else str(request.row)
-            engine.add_request(name, prompt, self._sampling_params(request))
+            # versions before 0.12 return nothing, and take our name
+            self._engine_names[name] = engine.add_request(name, prompt, self._sampling_params(request)) or name
             self._running[name] = request
-        while engine.has_unfinished_requests():
-            outputs = engine.step()
-            self._outputs |= {output.request_id: output for output in outputs}
-            yield [self._end(output.request_id) for output in outputs if output.finished]
+        with _no_garbage_collection():
+            while engine.has_unfinished_requests():
+                outputs = engine.step()
+                self._outputs |= {output.request_id: output for output in outputs}
+                yield [self._end(output.request_id) for output in outputs if output.finished]
 
     def unfinished(self) -> dict[int, int]:
         """Rows in generation, and how many tokens each has got so far; without greedy responses."""
-        return {
-            request.row: len(self._outputs[name].outputs[0].token_ids) if name in self._outputs else 0
-            for name, request in self._running.items()
-            if not request.greedy
-        }
+        running = self._running.items()
+        return {request.row: len(self._tokens(name)) for name, request in running if not request.greedy}
 
     def interrupt(self) -> list[Generation]:
         """Stop generating: what there is of all unfinished responses, possibly no token."""
         names = list(self._running)
+        stopped = [self._end(name) for name in names]
         self.llm.llm_engine.abort_request(names)
-        return [self._end(name) for name in names]
+        return stopped
+
+    def _tokens(self, name: str) -> list[int]:
+        """What there is of a response."""
+        if name in self._outputs:
+            return list(self._outputs[name].outputs[0].token_ids)
+        return self._scheduler.tokens(self._engine_names[name]) if self._scheduler else []
+
+    def _log_probs(self, name: str) -> list[float]:
+        """Of those tokens."""
+        if self._scheduler:
+            return self._scheduler.log_probs.pop(self._engine_names[name], [])
+        if name not in self._outputs:
+            return []
+        completion = self._outputs[name].outputs[0]
+        if hasattr(completion.logprobs, "logprobs"):  # flat
+            return list(completion.logprobs.logprobs)
+        return [entry[token].logprob for token, entry in zip(completion.token_ids, completion.logprobs, strict=True)]
 
     def _end(self, name: str) -> Generation:
         """What there is of a response that goes no further."""
-        request, output = self._running.pop(name), self._outputs.pop(name, None)
-        if output is None:
-            reports_log_probs = self.cfg.sampling_config.logprobs and not request.greedy
-            return Generation(request.row, [], [] if reports_log_probs else None, None, request.greedy)
-        completion = output.outputs[0]
-        tokens = list(completion.token_ids)
-        log_probs = None
-        if completion.logprobs is not None:
-            log_probs = [entry[token].logprob for token, entry in zip(tokens, completion.logprobs, strict=True)]
-        text = completion.text if self.cfg.sampling_config.detokenize else None
+        request, tokens = self._running.pop(name), self._tokens(name)
+        has_log_probs = self.cfg.sampling_config.logprobs and not request.greedy
+        log_probs = self._log_probs(name) if has_log_probs else None
+        assert log_probs is None or len(log_probs) == len(tokens), "each token has a log-prob"
+        output = self._outputs.pop(name, None)
+        text = output.outputs[0].text if output and self.cfg.sampling_config.detokenize else None
+        del self._engine_names[name]
         return Generation(request.row, tokens, log_probs, text, request.greedy)
 
     def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -159,7 +192,20 @@ class VllmEngine:
     def wake_up(self, part: str) -> None:
         """Take memory for `part`: "weights" or "kv_cache"."""
         if self.can_sleep:
+            self.device.empty_cache()  # vLLM asks the device itself, which torch may hold all of since an update
             self.llm.wake_up(tags=[part])
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """Of an engine at work there is none; to look for it among all its objects takes a third of the time."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _know_model_class(model_folder: str) -> None:

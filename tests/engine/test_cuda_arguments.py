@@ -1,0 +1,38 @@
+"""What vLLM's engine is told on CUDA; the scheduler itself needs a GPU."""
+
+import pytest
+import vllm
+
+from mindspeed_rl.config.schema import GenerateConfig
+from mindspeed_rl.engine.vllm.cuda import SCHEDULER_VERSION, arguments
+from mindspeed_rl.engine.vllm.decode_scheduler import DecodeScheduler
+
+GRAPHS = "compilation_config"
+
+
+@pytest.mark.parametrize(("sequences", "graphs"), [(512, None), (1024, {"max_cudagraph_capture_size": 1024})])
+def test_every_decode_batch_has_a_graph(sequences: int, graphs: dict[str, int] | None) -> None:
+    found = arguments(GenerateConfig(enforce_eager=False, max_num_seqs=sequences), interruptible=False)
+    assert found.get(GRAPHS) == graphs
+    assert GRAPHS not in arguments(GenerateConfig(enforce_eager=True, max_num_seqs=sequences), interruptible=False)
+
+
+@pytest.mark.parametrize(
+    ("version", "interruptible", "detokenize", "is_ours"),
+    [
+        ("0.25.0", False, False, True),
+        ("0.25.0", True, False, True),
+        ("0.25.0", False, True, True),
+        ("0.25.0", True, True, False),  # an interrupted response has no text
+        ("0.32.0", False, False, False),
+        ("0.2.5", False, False, False),
+    ],
+)
+def test_our_scheduler_is_for_the_version_that_it_was_written_for(
+    version: str, interruptible: bool, detokenize: bool, is_ours: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vllm, "__version__", version)
+    cfg = GenerateConfig(sampling_config={"detokenize": detokenize})
+    found = arguments(cfg, interruptible)
+    assert (found.get("scheduler_cls") is DecodeScheduler) == is_ours == (found.get("async_scheduling") is True)
+    assert SCHEDULER_VERSION == "0.25."
