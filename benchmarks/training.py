@@ -42,7 +42,8 @@ CASES: dict[str, tuple[str, ...]] = {
 
 
 def seconds(work: Callable[[], Any]) -> float:
-    """Mean of several runs, after one that does not count."""
+    """Mean of several runs, after two that do not count: kernels are compiled in both."""
+    work()
     work()
     torch.cuda.synchronize()
     start = time.perf_counter()

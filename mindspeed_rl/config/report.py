@@ -129,7 +129,7 @@ def _memory_table(cfg: Config, model: ModelConfig, layout: Layout) -> Table:
         "optimizer state": memory.optimizer,
         "critic: weights, gradients, optimizer state": memory.critic,
         "activations of a micro-batch": memory.activations,
-        "logits of a micro-batch": memory.logits,
+        "logits of some tokens, their weights' gradient": memory.logits,
         "[bold]update, all together": memory.training,
         "reference weights, in their stage": memory.reference,
         "rollout weights": memory.rollout_weights,

@@ -1,11 +1,14 @@
 """What vLLM's engine is told on CUDA; the scheduler itself needs a GPU."""
 
+from types import SimpleNamespace
+
 import pytest
 import vllm
 
 from mindspeed_rl.config.schema import GenerateConfig
 from mindspeed_rl.engine.vllm.cuda import SCHEDULER_VERSION, arguments
 from mindspeed_rl.engine.vllm.decode_scheduler import DecodeScheduler
+from mindspeed_rl.engine.vllm.engine import VllmEngine
 
 GRAPHS = "compilation_config"
 
@@ -36,3 +39,14 @@ def test_our_scheduler_is_for_the_version_that_it_was_written_for(
     found = arguments(cfg, interruptible)
     assert (found.get("scheduler_cls") is DecodeScheduler) == is_ours == (found.get("async_scheduling") is True)
     assert SCHEDULER_VERSION == "0.25."
+
+
+def test_vllm_wakes_up_to_what_torch_has_given_back() -> None:
+    """It asks the device itself, all of which torch's cache may hold after an update; seen on an H200."""
+    done: list[str] = []
+    rollout = VllmEngine.__new__(VllmEngine)
+    rollout.can_sleep = True
+    rollout.device = SimpleNamespace(empty_cache=lambda: done.append("given back"))  # type: ignore[assignment]
+    rollout.llm = SimpleNamespace(wake_up=lambda tags: done.append(f"awake: {tags}"))
+    rollout.wake_up("weights")
+    assert done == ["given back", "awake: ['weights']"]
