@@ -51,15 +51,14 @@ def main() -> None:
     """Run and publish."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("algorithms", nargs="*", default=list(ALGORITHMS), help="names; all if none is given")
-    records = []
     for name in parser.parse_args().algorithms:
         with tempfile.TemporaryDirectory() as folder:
             rewards = learn(name, Path(folder))
         reached = statistics.fmean(rewards[-LAST:])
         note = f"mean of the last {LAST} of {len(rewards)} steps, first {rewards[0]:.3f}, seed {SEED}"
         settings = " ".join(setting.removeprefix("rl_config.") for setting in ALGORITHMS[name])
-        records.append(Record(f"learning.{name}_reward", reached, "", limit=1.0, note=f"{note}; {settings}"))
-        publish("learning-cpu", records, cpu_name())  # each as soon as it is there: all take most of an hour
+        record = Record(f"learning.{name}_reward", reached, "", limit=1.0, note=f"{note}; {settings}")
+        publish("learning-cpu", [record], cpu_name(), keep_others=True)  # each when it is there: all take an hour
 
 
 if __name__ == "__main__":

@@ -38,10 +38,12 @@ def cpu_name() -> str:
     return f"{names[0] if names else platform.machine()}, {os.cpu_count()} cores"
 
 
-def publish(benchmark: str, records: Sequence[Record], hardware: str, write: bool = True) -> None:
+def publish(
+    benchmark: str, records: Sequence[Record], hardware: str, write: bool = True, keep_others: bool = False
+) -> None:
     """Print `records` and write `benchmarks/results/<benchmark>.json`, with date, command and commit in each.
 
-    `write=False`, for a run too short to be kept, only prints.
+    `write=False`, for a run too short to be kept, only prints. With `keep_others` other metrics in the file stay.
     """
     table = Table(title=f"{benchmark} on {hardware}")
     for column in ("metric", "value", "unit", "limit", "peer", "note"):
@@ -61,7 +63,11 @@ def publish(benchmark: str, records: Sequence[Record], hardware: str, write: boo
         "commit": commit.stdout.strip(),
     }
     path = ROOT / "benchmarks" / "results" / f"{benchmark}.json"
-    path.write_text(json.dumps([{**asdict(record), **common} for record in records], indent=1) + "\n")
+    others = json.loads(path.read_text()) if keep_others and path.exists() else []
+    known = {record.metric for record in records}
+    found = [other for other in others if other["metric"] not in known]
+    found += [{**asdict(record), **common} for record in records]
+    path.write_text(json.dumps(found, indent=1) + "\n")
     print(f"written: {path.relative_to(ROOT)}")
 
 

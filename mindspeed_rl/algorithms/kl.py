@@ -123,7 +123,7 @@ class AdaptiveKLController:
         return {"value": self.value}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        self.value = state["value"]
+        self.value = state.get("value", self.value)  # a run with a fixed coefficient has left none
 
 
 def make_kl_controller(cfg: RLConfig) -> KLController:

@@ -98,9 +98,9 @@ class PolicyObjective:
         terms = {"pg_loss": loss}
         if of_reference is not None:
             kl = self.estimate_kl(log_probs, clean(of_reference)) if self.estimate_kl else of_reference
-            terms["kl"] = self._aggregate(kl, batch, denominators)
+            stats["kl"] = clean(kl.detach())  # a mean over tokens in every mode: it has a target that is one
             if kl_coef:  # a weight of 0 must not cost a backward pass
-                loss = loss + kl_coef * terms["kl"]
+                loss = loss + kl_coef * self._aggregate(kl, batch, denominators)
         if entropy is not None:
             terms["entropy"] = self._aggregate(entropy, batch, denominators)
             if cfg.entropy_coeff:

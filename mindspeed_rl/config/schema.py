@@ -230,7 +230,7 @@ class RLConfig(AlgorithmConfig):
     filter_groups_max_batches: Count = Field(
         4,
         description="with `filter_groups_enable`: how often global_batch_size prompts may be generated for an "
-        "iteration; what lacks then is made up with groups that do not differ, and train nothing",
+        "iteration; what lacks then is made up with groups that do not differ",
     )
     # resources
     actor_resource: ResourceConfig = Field(

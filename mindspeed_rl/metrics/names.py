@@ -52,7 +52,7 @@ METRICS: dict[str, MetricInfo] = {
     "prompt_length/total": MetricInfo("sum", "tokens", "over samples, a prompt once for each of its responses"),
     "actor/loss": MetricInfo("mean", "", "policy loss, KL and entropy, by loss_agg_mode over tokens or sequences"),
     "actor/pg_loss": MetricInfo("mean", "", "policy loss with its sign, by loss_agg_mode", "actor/policy_loss"),
-    "actor/kl": MetricInfo("mean", "nat", "KL to the reference by kl_penalty's estimator", "actor/kl_loss"),
+    "actor/kl": MetricInfo("mean", "nat", "KL to the reference by kl_penalty, mean over tokens", "actor/kl_loss"),
     "actor/kl_coef": MetricInfo("mean", "", "coefficient of the KL term, over updates"),
     "actor/entropy": MetricInfo("mean", "nat", "entropy of the next-token distribution, by loss_agg_mode"),
     "actor/pg_clipfrac": MetricInfo("mean", "", f"share of tokens whose ratio was clipped, over {_TOKENS}"),

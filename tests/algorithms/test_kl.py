@@ -122,4 +122,7 @@ def test_adaptive_controller_state_and_bad_value():
     assert resumed.value == controller.value != 0.1
     with pytest.raises(ValueError, match="kl = nan"):
         controller.update(math.nan, 10)
+    anew = make_kl_controller(cfg)
+    anew.load_state_dict(make_kl_controller(RLConfig(init_kl_coef=0.7)).state_dict())
+    assert anew.value == 0.1  # a run with a fixed coefficient leaves none
     assert resumed.value == controller.value

@@ -137,8 +137,10 @@ def objective_loss(objective: PolicyObjective, denominators: Denominators) -> An
     return loss
 
 
-def train(rank: int, folder: str, settings: dict[str, Any], micro: Micro, steps: int) -> dict[str, Any]:
-    """Log-probs, then `steps` optimizer steps, on one rank of a layout."""
+def train(
+    rank: int, folder: str, settings: dict[str, Any], micro: Micro, steps: int, refused: bool = False
+) -> dict[str, Any]:
+    """Log-probs, then `steps` optimizer steps, on one rank; `refused`: each after one that is not taken."""
     from mindspeed_rl.checkpoint.hf import HFWeights
     from mindspeed_rl.device.select import make_device
 
@@ -167,6 +169,10 @@ def train(rank: int, folder: str, settings: dict[str, Any], micro: Micro, steps:
     tokens = engine.sum_over_data_parallel([float(torch.cat(mine.columns["loss_mask"]).sum())])[0]
     loss = objective_loss(PolicyObjective(RLConfig(entropy_coeff=0.01)), Denominators(tokens, SEQUENCES - 1))
     for step in range(steps):
+        if refused:
+            limit = ("actor/imp_ratio", 0.5)  # it is 1
+            given_up = engine.train_mini_batch(mine, loss, chosen, TEMPERATURE, entropy=True, limit=limit)
+            assert given_up.finalize()["actor/early_stopped"] == 1
         result["metrics"].append(engine.train_mini_batch(mine, loss, chosen, TEMPERATURE, entropy=True))
         if step == 0 and (engine.data_parallel_size == 1 or not cfg.use_distributed_optimizer):
             result["gradients"] = {
@@ -202,6 +208,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="module")
 def one_rank(folder: str) -> list[dict[str, Any]]:
     return run_ranks(1, train, folder, {}, Micro(SEQUENCES), 2)
+
+
+@pytest.mark.parametrize("settings", [{}, {TP: 2, "sequence_parallel": True}], ids=["one rank", "TP2"])
+def test_a_refused_step_leaves_no_trace(settings: dict[str, Any], folder: str) -> None:
+    """Neither in weights nor in what the optimizer remembers: what follows is the same to the last bit."""
+    world = settings.get(TP, 1)
+    plain, after = (
+        run_ranks(world, train, folder, settings, Micro(SEQUENCES), 2, refused) for refused in (False, True)
+    )
+    for expected, found in zip(plain, after, strict=True):
+        assert all(torch.equal(found["weights"][name], weight) for name, weight in expected["weights"].items())
+        assert [m.finalize() for m in found["metrics"]] == [m.finalize() for m in expected["metrics"]]
 
 
 def textbook_loss(model: torch.nn.Module) -> torch.Tensor:

@@ -20,6 +20,7 @@ def inputs() -> None:
 
 
 @pytest.mark.learning
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_learns(name: str, tmp_path: Path) -> None:
     rewards = learn(name, tmp_path)

@@ -13,6 +13,8 @@ PPO = (
     "rl_config.adv_estimator=gae",
     "rl_config.use_kl_in_reward=true",
     "rl_config.kl_penalty=k1",
+    "rl_config.kl_ctrl_type=adaptive",
+    "rl_config.kl_horizon=1000",
     "rl_config.critic_warmup=1",
     "rl_config.overlong_buffer_enable=true",
     "rl_config.overlong_buffer=2",
@@ -46,6 +48,8 @@ def test_a_critic_trains_beside_the_actor_and_goes_on(inputs: Path, tmp_path: Pa
     assert all(step["critic/returns"] != 0 for step in steps)
     for step in others:
         assert step["actor/pg_loss"] - 0.01 * step["actor/entropy"] - step["actor/loss"] < 1e-6  # no KL in the loss
+    coefficients = [step["actor/kl_coef"] for step in steps]
+    assert len(set(coefficients)) == 3  # it adapts, and goes on from where it was:
     again = run(inputs, tmp_path, *PPO, f"actor_config.load={tmp_path}/checkpoints/iter_0000002", name="again")
     assert [training(step) for step in again] == [training(steps[2])]
 

@@ -45,11 +45,12 @@ BASE = [
 ]
 HIGHER = ["rl_config.clip_higher_enable=true", "rl_config.clip_ratio_low=0.1", "rl_config.clip_ratio_high=0.3"]
 BY_SEQUENCE = "rl_config.loss_agg_mode=seq-mean-token-mean"
+SUMS = "rl_config.loss_agg_mode=seq-mean-token-sum"
 CASES: dict[str, list[str]] = {
     "ppo": ["rl_config.clip_ratio_c=1.5", *HIGHER],
     "gspo": ["rl_config.loss_type=gspo", "rl_config.clip_ratio=0.05", BY_SEQUENCE],
     "cispo": ["rl_config.loss_type=cispo", *HIGHER, "rl_config.rollout_is=all"],
-    "sapo": ["rl_config.loss_type=sapo", "rl_config.rollout_is=all", "rl_config.rollout_is_level=geometric"],
+    "sapo": ["rl_config.loss_type=sapo", "rl_config.rollout_is=all", "rl_config.rollout_is_level=geometric", SUMS],
     "gmpo": ["rl_config.loss_type=gmpo", *HIGHER, BY_SEQUENCE, "rl_config.kl_penalty=k3+"],
     "clip_cov": ["rl_config.loss_type=clip_cov", "rl_config.clip_cov_ratio=0.1", "rl_config.clip_cov_lb=0.1"],
     "kl_cov": ["rl_config.loss_type=kl_cov", "rl_config.kl_cov_ratio=0.1", "rl_config.use_kl_in_reward=true"],
@@ -59,6 +60,7 @@ CASES: dict[str, list[str]] = {
         "rl_config.rollout_is_level=sequence",
         "rl_config.rollout_is_threshold=3",
         "rl_config.rollout_is_veto_threshold=0.5",
+        f"{SUMS}-norm",
     ],
     "full": ["rl_config.kl_penalty=full", "rl_config.epochs=2"],
     "rollout": ["rl_config.recompute_logprobs=false", "rl_config.epochs=2"],
@@ -91,7 +93,12 @@ LAYOUTS = {
     ],
 }
 TURNS = ["DP2", "CP2", "PP2", "TP2"]
-CHOSEN = {"critic": ["TP2", "PP2", "CP2"], "shared": ["TP2", "PP2", "CP2", "DP2"]}  # others get one each, in turn
+CHOSEN = {  # others get one each, in turn
+    "critic": ["TP2", "PP2", "CP2", "DP2"],
+    "shared": ["TP2", "PP2", "CP2", "DP2"],
+    "clip_cov": ["DP2"],  # ranks choose tokens together
+    "kl_cov": ["DP2", "PP2"],
+}
 RESUMED = {"critic": ["one", "TP2", "PP2", "CP2"], "shared": ["one", "PP2"]}
 SEEN = {
     "critic/vf_loss",
