@@ -49,7 +49,7 @@ def test_a_critic_trains_beside_the_actor_and_goes_on(inputs: Path, tmp_path: Pa
     for step in others:
         assert step["actor/pg_loss"] - 0.01 * step["actor/entropy"] - step["actor/loss"] < 1e-6  # no KL in the loss
     coefficients = [step["actor/kl_coef"] for step in steps]
-    assert len(set(coefficients)) == 3  # it adapts, and goes on from where it was:
+    assert coefficients[2] not in coefficients[:2]  # it adapts, and goes on from where it was:
     again = run(inputs, tmp_path, *PPO, f"actor_config.load={tmp_path}/checkpoints/iter_0000002", name="again")
     assert [training(step) for step in again] == [training(steps[2])]
 
