@@ -72,25 +72,25 @@ def profiled(rollout: Any, requests: list[GenerationRequest], first: int, steps:
 
 def measure(args: argparse.Namespace) -> None:
     """One scheduler, in this process; writes what it has found."""
-    with tempfile.TemporaryDirectory() as folder:
-        rollout = engine(args, folder)
-        prompts = torch.randint(10, 10_000, (args.sequences, args.prompt), generator=torch.Generator().manual_seed(0))
-        requests = [GenerationRequest(row, prompt, None) for row, prompt in enumerate(prompts)]
-        likeliest = [GenerationRequest(row, prompts[row], None, greedy=True) for row in range(CHECKED)]
-        greedy = {g.row: g.tokens for step in rollout.generate(likeliest) for g in step}
-        seconds = []
-        for _ in range(REPEATS):
-            start = time.perf_counter()
-            tokens = sum(len(generation.tokens) for step in rollout.generate(requests) for generation in step)
-            seconds.append(time.perf_counter() - start)
-            assert tokens == args.sequences * args.response
-        found = {
-            "seconds": sorted(seconds)[REPEATS // 2],
-            "kernels": profiled(rollout, requests, args.response // 2, 10),
-            "greedy": [greedy[row] for row in range(CHECKED)],
-        }
-        args.output.write_text(json.dumps(found))
-        os._exit(0)  # vLLM and NCCL take their time to end
+    folder = str(args.output.parent)
+    rollout = engine(args, folder)
+    prompts = torch.randint(10, 10_000, (args.sequences, args.prompt), generator=torch.Generator().manual_seed(0))
+    requests = [GenerationRequest(row, prompt, None) for row, prompt in enumerate(prompts)]
+    likeliest = [GenerationRequest(row, prompts[row], None, greedy=True) for row in range(CHECKED)]
+    greedy = {g.row: g.tokens for step in rollout.generate(likeliest) for g in step}
+    seconds = []
+    for _ in range(REPEATS):
+        start = time.perf_counter()
+        tokens = sum(len(generation.tokens) for step in rollout.generate(requests) for generation in step)
+        seconds.append(time.perf_counter() - start)
+        assert tokens == args.sequences * args.response
+    found = {
+        "seconds": sorted(seconds)[REPEATS // 2],
+        "kernels": profiled(rollout, requests, args.response // 2, 10),
+        "greedy": [greedy[row] for row in range(CHECKED)],
+    }
+    args.output.write_text(json.dumps(found))
+    os._exit(0)  # vLLM and NCCL take their time to end
 
 
 def main() -> None:

@@ -25,6 +25,9 @@ from records import Record, publish
 
 from mindspeed_rl.common.metric import MetricSet
 from mindspeed_rl.config.files import resolve_model
+from mindspeed_rl.config.layout import derive_layout
+from mindspeed_rl.config.memory import estimate_memory
+from mindspeed_rl.config.schema import Config
 from mindspeed_rl.device.select import make_device
 from mindspeed_rl.engine.base import TokenOutputs
 from mindspeed_rl.types import RolloutBatch
@@ -53,6 +56,11 @@ def seconds(work: Callable[[], Any]) -> float:
     return (time.perf_counter() - start) / REPEATS
 
 
+def configured(overrides: tuple[str, ...]) -> Config:
+    """One GPU, sequences of full length."""
+    return configuration("cuda", 1, (f"actor_config.micro_batch_size={MICRO_BATCH}", *overrides))
+
+
 def matmul_rate() -> float:
     """FLOP/s of large matrix products."""
     a, b = (torch.randn(SIZE, SIZE, device="cuda", dtype=torch.bfloat16) for _ in range(2))
@@ -74,7 +82,7 @@ def measure(_: int, name: str, folder: str) -> None:
     from mindspeed_rl.engine.megatron.engine import MegatronEngine, initialize_parallel_state
 
     rate = matmul_rate()
-    cfg = configuration("cuda", 1, (f"actor_config.micro_batch_size={MICRO_BATCH}", *CASES[name]))
+    cfg = configured(CASES[name])
     model = resolve_model(cfg)
     dist.init_process_group("nccl", init_method=f"file://{folder}/rendezvous", rank=0, world_size=1)
     initialize_parallel_state(cfg.actor)
@@ -97,17 +105,23 @@ def measure(_: int, name: str, folder: str) -> None:
 def main() -> None:
     """Run and publish."""
     records, tokens = [], 2 * MICRO_BATCH * LENGTH
-    for name in CASES:
+    for name, overrides in CASES.items():
+        cfg = configured(overrides)
+        estimate = estimate_memory(cfg, resolve_model(cfg), derive_layout(cfg))
         with tempfile.TemporaryDirectory() as folder:
             mp.spawn(measure, (name, folder))
             found = json.loads(Path(folder, "found.json").read_text())
-        note = f"qwen25_1b5, {MICRO_BATCH} x {LENGTH} tokens a micro-batch, {name}"
-        limit = found["rate"] / 6 / found["parameters"]
+        what = f"qwen25_1b5, {MICRO_BATCH} x {LENGTH} tokens a micro-batch"
+        limit, suffix = found["rate"] / 6 / found["parameters"], "_recomputed" if overrides else ""
+        note = f"{what}, {name}; products of {SIZE} cubed make {found['rate'] / 1e12:.0f} TFLOP/s"
+        rates = {"train": (tokens / found["training"], limit), "forward": (tokens / found["scoring"], 3 * limit)}
         records += [
-            Record("cuda.matmul_tflops", found["rate"] / 1e12, "TFLOP/s", note=f"bfloat16, {SIZE} cubed"),
-            Record("cuda.training_tokens_per_s", tokens / found["training"], "tokens/s", limit, note=note),
-            Record("cuda.training_peak_gb", found["peak"] / 1e9, "GB", note=note),
-            Record("cuda.scoring_tokens_per_s", tokens / found["scoring"], "tokens/s", 3 * limit, note=note),
+            *(
+                Record(f"cuda.{n}_tokens_per_s{suffix}", rate, "tokens/s", most, note=note)
+                for n, (rate, most) in rates.items()
+            ),
+            Record(f"cuda.peak_gb_16k{suffix}", found["peak"] / 1e9, "GB", note=f"{what}, {name}"),
+            Record(f"cuda.estimated_gb_16k{suffix}", estimate.training / 1e9, "GB", note=f"{what}, {name}"),
         ]
     publish("training-cuda", records, torch.cuda.get_device_name())
 

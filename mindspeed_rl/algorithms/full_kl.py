@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 
 from mindspeed_rl.algorithms.log_probs import scaled_copy
 from mindspeed_rl.algorithms.vocabulary import Gradients, OutputLayer, wide
-from mindspeed_rl.device.compiler import fused
+from mindspeed_rl.device.kernels import fused
 
 
 def vocab_parallel_kl(
@@ -19,10 +19,7 @@ def vocab_parallel_kl(
     weight: Tensor,
     reference_hidden: Tensor,
     reference_weight: Tensor,
-    group: dist.ProcessGroup | None,
-    vocab_size: int,
-    temperature: float = 1.0,
-    chunk: int = 1024,
+    layer: OutputLayer,
 ) -> Tensor:
     """KL(p ‖ q) = Σ_j p_j (log p_j − log q_j) of every row, over the real vocabulary.
 
@@ -35,19 +32,15 @@ def vocab_parallel_kl(
         weight: [V/tp, h], of the same dtype; rank i of tp holds rows i·V/tp onwards.
         reference_hidden: [N, h'] of the reference.
         reference_weight: [V/tp, h'] of the reference's output layer.
-        group: the tensor-parallel group; None: the vocabulary is not split.
-        vocab_size: size of the real vocabulary; rows of the weights from there on are padding, and impossible.
-        temperature: divisor of both logits, as in sampling.
-        chunk: rows worked off at a time; bounds the memory to both's logits, three times that in float32, and
-            (backward) a gradient like each of the weights.
+        layer: how the vocabulary is split, the temperature, and how many rows are worked off at a time: memory is
+            taken for both's logits, three times that in float32, and (backward) a gradient like each of the weights.
 
     Returns:
         [N] float32 in nats, or float64 if `hidden` is; not negative but for rounding.
 
     Raises:
-        ValueError: temperature or chunk not positive, or shapes that do not fit.
+        ValueError: shapes that do not fit.
     """
-    layer = OutputLayer(group, vocab_size, temperature, chunk)
     layer.check(hidden, weight)
     layer.check(reference_hidden, reference_weight)
     if len(hidden) != len(reference_hidden) or len(weight) != len(reference_weight):

@@ -10,18 +10,15 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from mindspeed_rl.algorithms.vocabulary import Gradients, OutputLayer, wide
-from mindspeed_rl.device.compiler import fused
+from mindspeed_rl.device.kernels import fused
 
 
 def vocab_parallel_log_probs(
     hidden: Tensor,
     weight: Tensor,
     targets: Tensor,
-    group: dist.ProcessGroup | None,
-    vocab_size: int,
-    temperature: float = 1.0,
+    layer: OutputLayer,
     with_entropy: bool = False,
-    chunk: int = 1024,
 ) -> tuple[Tensor, Tensor | None]:
     """log p(target) and entropy of every row: p = softmax(hidden · weightᵀ / temperature) over the real vocabulary.
 
@@ -32,30 +29,26 @@ def vocab_parallel_log_probs(
         hidden: [N, h] float of any width, the same on every rank; finite, as are the logits.
         weight: [V/tp, h], of the same dtype; rank i of tp holds rows i·V/tp onwards.
         targets: [N] int64 in [0, vocab_size), the same on every rank.
-        group: the tensor-parallel group; None: the vocabulary is not split.
-        vocab_size: size of the real vocabulary; rows of `weight` from there on are padding and count as impossible.
-        temperature: divisor of the logits, as in sampling.
+        layer: how the vocabulary is split, the temperature, and how many rows are worked off at a time: memory is
+            taken for their logits, twice that in float32, and (backward) a gradient like each of the weights.
         with_entropy: compute the entropy too.
-        chunk: rows worked off at a time; bounds the memory to their logits, twice that in float32, and (backward) a
-            gradient like each of the weights.
 
     Returns:
         log_probs [N], and entropy [N] in nats or None; float32, or float64 if `hidden` is.
 
     Raises:
-        ValueError: temperature or chunk not positive, shapes that do not fit, or a target outside the vocabulary
-            (checked on the CPU; on accelerators, where the check would stall the queue, such a row gives NaN).
+        ValueError: shapes that do not fit, or a target outside the vocabulary (checked on the CPU; on accelerators,
+            where the check would stall the queue, such a row gives NaN).
     """
-    layer = OutputLayer(group, vocab_size, temperature, chunk)
     layer.check(hidden, weight)
     if targets.shape != hidden.shape[:1]:
         raise ValueError(f"hidden {tuple(hidden.shape)}, targets {tuple(targets.shape)}: must be [N, h] and [N]")
     if (
         targets.device.type == "cpu"
         and len(targets)
-        and not 0 <= int(targets.min()) <= int(targets.max()) < vocab_size
+        and not 0 <= (least := int(targets.min())) <= (most := int(targets.max())) < layer.vocab_size
     ):
-        raise ValueError(f"targets from {int(targets.min())} to {int(targets.max())}: must be in [0, {vocab_size})")
+        raise ValueError(f"targets from {least} to {most}: must be in [0, {layer.vocab_size})")
     return _VocabParallelLogProbs.apply(hidden, weight, targets, layer, with_entropy)
 
 

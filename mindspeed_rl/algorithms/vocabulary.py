@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mindspeed_rl.device.kernels import add_product
+
 
 @dataclass(frozen=True)
 class OutputLayer:
@@ -97,13 +99,7 @@ class Gradients:
         """Of the rows `part`; [n, real] in the logits' dtype."""
         real = of_logits.shape[1]
         self._of_hidden[part] = of_logits @ self._weight[:real]
-        total, hidden = self._of_weight[:real], self._hidden[part]
-        if total.dtype == hidden.dtype:
-            total.addmm_(of_logits.t(), hidden)
-        elif hidden.is_cuda:
-            torch.addmm(total, of_logits.t(), hidden, out_dtype=total.dtype, out=total)
-        else:
-            total += of_logits.t() @ hidden
+        add_product(self._of_weight[:real], of_logits.t(), self._hidden[part])
 
     def whole(self) -> tuple[Tensor, Tensor]:
         """Of hidden states and weights, in their dtypes."""

@@ -7,6 +7,7 @@ from support.ranks import run_ranks
 
 from mindspeed_rl.algorithms import full_kl
 from mindspeed_rl.algorithms.full_kl import vocab_parallel_kl
+from mindspeed_rl.algorithms.vocabulary import OutputLayer
 
 torch.set_num_threads(1)
 SIZE = 6
@@ -33,7 +34,8 @@ def textbook(hidden, weight, reference_hidden, reference_weight, upstream, vocab
 def run(hidden, weight, *of_reference, group=None, vocab_size=41, temperature=0.8, chunk=4):
     *of_reference, upstream = of_reference
     hidden, weight = (tensor.clone().requires_grad_() for tensor in (hidden, weight))
-    kl = vocab_parallel_kl(hidden, weight, *of_reference, group, vocab_size, temperature, chunk)
+    layer = OutputLayer(group, vocab_size, temperature, chunk)
+    kl = vocab_parallel_kl(hidden, weight, *of_reference, layer)
     (kl * upstream).sum().backward()
     return kl.detach(), hidden.grad, weight.grad
 
@@ -92,16 +94,14 @@ def test_no_rows():
 def test_bad_inputs_name_the_value():
     hidden, weight, *of_reference, _ = case(5)
     policy, reference = (hidden, weight), tuple(of_reference)
-    for match, arguments in {
-        r"temperature = 0": (*policy, *reference, None, 41, 0.0),
-        r"chunk = 0": (*policy, *reference, None, 41, 1.0, 0),
-        r"weight has 48 rows on 1 ranks: fewer than vocab_size 49": (*policy, *reference, None, 49),
-        r"policy and reference have 11 and 10 rows, 48 and 48": (*policy, reference[0][1:], reference[1], None, 41),
-        r"11 and 11 rows, 48 and 47 columns": (*policy, reference[0], reference[1][1:], None, 41),
-        r"hidden and weight are \(11, 6\) and \(48, 5\)": (hidden, weight[:, 1:], *reference, None, 41),
+    for match, (size, *arguments) in {
+        r"weight has 48 rows on 1 ranks: fewer than vocab_size 49": (49, *policy, *reference),
+        r"policy and reference have 11 and 10 rows, 48 and 48": (41, *policy, reference[0][1:], reference[1]),
+        r"11 and 11 rows, 48 and 47 columns": (41, *policy, reference[0], reference[1][1:]),
+        r"hidden and weight are \(11, 6\) and \(48, 5\)": (41, hidden, weight[:, 1:], *reference),
     }.items():
         with pytest.raises(ValueError, match=match):
-            vocab_parallel_kl(*arguments)
+            vocab_parallel_kl(*arguments, OutputLayer(None, size, 1.0, 4))
 
 
 def test_what_cuda_compiles_is_one_graph():

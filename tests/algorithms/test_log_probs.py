@@ -7,6 +7,7 @@ from support.ranks import run_ranks
 
 from mindspeed_rl.algorithms import log_probs as implementation
 from mindspeed_rl.algorithms.log_probs import vocab_parallel_log_probs
+from mindspeed_rl.algorithms.vocabulary import OutputLayer
 
 torch.set_num_threads(1)
 SIZE = 6
@@ -35,7 +36,8 @@ def case(seed, rows=11, columns=48, vocab_size=41, scale=2.0):
 def run(hidden, weight, targets, group, vocab_size, a, b, temperature=0.8, chunk=4):
     """What `reference` gives; a or b None: nothing is asked of that output."""
     hidden, weight = (tensor.clone().requires_grad_() for tensor in (hidden, weight))
-    outputs = vocab_parallel_log_probs(hidden, weight, targets, group, vocab_size, temperature, True, chunk)
+    layer = OutputLayer(group, vocab_size, temperature, chunk)
+    outputs = vocab_parallel_log_probs(hidden, weight, targets, layer, True)
     sum(
         (output * factor).sum() for output, factor in zip(outputs, (a, b), strict=True) if factor is not None
     ).backward()
@@ -86,9 +88,10 @@ def test_the_gradient_of_a_likely_target_is_not_lost_in_rounding():
 
 def test_without_entropy_the_log_probs_are_the_same():
     hidden, weight, targets, vocab_size, _ = case(2)
-    plain, nothing = vocab_parallel_log_probs(hidden, weight, targets, None, vocab_size)
+    layer = OutputLayer(None, vocab_size, 1.0, 4)
+    plain, nothing = vocab_parallel_log_probs(hidden, weight, targets, layer)
     assert nothing is None
-    with_entropy = vocab_parallel_log_probs(hidden, weight, targets, None, vocab_size, with_entropy=True)
+    with_entropy = vocab_parallel_log_probs(hidden, weight, targets, layer, with_entropy=True)
     assert torch.equal(plain, with_entropy[0])
 
 
@@ -130,16 +133,17 @@ def test_no_rows():
 
 def test_bad_inputs_name_the_value():
     hidden, weight, targets = torch.zeros(2, SIZE), torch.zeros(8, SIZE), torch.tensor([0, 7])
-    for match, arguments in {
-        r"temperature = 0": (hidden, weight, targets, None, 8, 0.0),
-        r"targets from 0 to 7: must be in \[0, 7\)": (hidden, weight, targets, None, 7),
-        r"weight has 8 rows on 1 ranks: fewer than vocab_size 9": (hidden, weight, targets, None, 9),
-        r"hidden \(2, 6\), targets \(1,\)": (hidden, weight, targets[:1], None, 8),
-        r"hidden and weight are \(2, 6\) and \(8, 5\): must be \[N, h\]": (hidden, weight[:, 1:], targets, None, 8),
-        r"chunk = 0": (hidden, weight, targets, None, 8, 1.0, False, 0),
+    for match, (size, *arguments) in {
+        r"targets from 0 to 7: must be in \[0, 7\)": (7, hidden, weight, targets),
+        r"weight has 8 rows on 1 ranks: fewer than vocab_size 9": (9, hidden, weight, targets),
+        r"hidden \(2, 6\), targets \(1,\)": (8, hidden, weight, targets[:1]),
+        r"hidden and weight are \(2, 6\) and \(8, 5\): must be \[N, h\]": (8, hidden, weight[:, 1:], targets),
     }.items():
         with pytest.raises(ValueError, match=match):
-            vocab_parallel_log_probs(*arguments)
+            vocab_parallel_log_probs(*arguments, OutputLayer(None, size, 1.0, 4))
+    for match, settings in {r"temperature = 0": (0.0, 4), r"chunk = 0": (1.0, 0)}.items():
+        with pytest.raises(ValueError, match=match):
+            OutputLayer(None, 8, *settings)
 
 
 @pytest.mark.parametrize("with_entropy", [False, True])

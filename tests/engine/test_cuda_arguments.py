@@ -13,10 +13,15 @@ from mindspeed_rl.engine.vllm.engine import VllmEngine
 GRAPHS = "compilation_config"
 
 
-@pytest.mark.parametrize(("sequences", "graphs"), [(512, None), (1024, {"max_cudagraph_capture_size": 1024})])
-def test_every_decode_batch_has_a_graph(sequences: int, graphs: dict[str, int] | None) -> None:
+@pytest.mark.parametrize("sequences", [1, 3, 100, 256, 300, 512, 1000, 1024])
+def test_every_decode_batch_has_a_graph(sequences: int) -> None:
     found = arguments(GenerateConfig(enforce_eager=False, max_num_seqs=sequences), interruptible=False)
-    assert found.get(GRAPHS) == graphs
+    sizes = found[GRAPHS]["cudagraph_capture_sizes"]
+    assert sequences in sizes
+    assert sizes == sorted(set(sizes))
+    assert max(sizes) <= max(sequences, 512)
+    for batch in range(1, sequences + 1):
+        assert min(size for size in sizes if size >= batch) - batch < 16  # tokens of padding
     assert GRAPHS not in arguments(GenerateConfig(enforce_eager=True, max_num_seqs=sequences), interruptible=False)
 
 

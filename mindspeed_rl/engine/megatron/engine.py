@@ -18,6 +18,7 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, model_par
 
 from mindspeed_rl.algorithms.full_kl import vocab_parallel_kl
 from mindspeed_rl.algorithms.log_probs import vocab_parallel_log_probs
+from mindspeed_rl.algorithms.vocabulary import OutputLayer
 from mindspeed_rl.checkpoint.hf import HFWeights
 from mindspeed_rl.checkpoint.tensors import Piece, StoredTensors
 from mindspeed_rl.common.errors import CheckpointError
@@ -229,18 +230,13 @@ class MegatronEngine:
         if model.output_layer is None:
             return TokenOutputs(values=values)
         weight, targets = model.output_weight, micro.targets[micro.predicted]
-        group, vocab_size = _none_if_alone(mpu.get_tensor_model_parallel_group()), self.model_config.vocab_size
-        log_probs, entropies = vocab_parallel_log_probs(
-            hidden, weight, targets, group, vocab_size, temperature, entropy, LOGIT_CHUNK
-        )
+        group = _none_if_alone(mpu.get_tensor_model_parallel_group())
+        layer = OutputLayer(group, self.model_config.vocab_size, temperature, LOGIT_CHUNK)
+        log_probs, entropies = vocab_parallel_log_probs(hidden, weight, targets, layer, entropy)
         kl = None
         if micro.reference is not None:
             of_reference = self.reference[-1].output_weight
-            kl = of_all(
-                vocab_parallel_kl(
-                    hidden, weight, micro.reference, of_reference, group, vocab_size, temperature, LOGIT_CHUNK
-                )
-            )
+            kl = of_all(vocab_parallel_kl(hidden, weight, micro.reference, of_reference, layer))
         return TokenOutputs(of_all(log_probs), None if entropies is None else of_all(entropies), kl, values)
 
     @torch.no_grad()

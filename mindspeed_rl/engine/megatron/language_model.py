@@ -34,6 +34,9 @@ class LanguageModel(GPTModel):
         """Of the last chunk, after it was built."""
         if not has_output_layer:
             self.output_layer = None
+        elif self.output_layer.weight is not None:  # else it is the embedding's
+            # to be called for its weights: Megatron's overlapped gathering waits for them in a hook of the call
+            self.output_layer.forward = lambda: self.output_layer.weight
         self.value_head = ValueHead(self.config) if has_value_head else None
 
     def forward(self, *inputs: Any, **named: Any) -> torch.Tensor:
@@ -53,8 +56,9 @@ class LanguageModel(GPTModel):
     @property
     def output_weight(self) -> torch.Tensor:
         """[V/tp, hidden] of the output layer, this tensor-parallel rank's part of the padded vocabulary."""
-        tied = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
-        weight: torch.Tensor = self.output_layer.weight if tied is None else tied
+        if self.output_layer.weight is None:
+            return self.embedding.word_embeddings.weight
+        weight: torch.Tensor = self.output_layer()
         return weight
 
     def values(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -15,7 +15,7 @@ from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from mindspeed_rl.device.base import Device
-from mindspeed_rl.device.compiler import fused
+from mindspeed_rl.device.kernels import fused
 from mindspeed_rl.engine.megatron.context_parallel import heads_to_tokens, tokens_to_heads
 from mindspeed_rl.engine.megatron.packing import PackedSequences
 from mindspeed_rl.engine.megatron.ring_attention import ring_attention

@@ -198,7 +198,10 @@ class VllmEngine:
 
 @contextmanager
 def _no_garbage_collection() -> Iterator[None]:
-    """Of an engine at work there is none; to look for it among all its objects takes a third of the time."""
+    """Of an engine at work there is none; to look for it among all its objects takes a third of the time.
+
+    Nor is it collected in what its driver does between two steps, as scoring: that is put off until the last one.
+    """
     was_enabled = gc.isenabled()
     gc.disable()
     try:
