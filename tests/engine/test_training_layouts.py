@@ -28,8 +28,8 @@ Maximum = Callable[[list[float]], list[float]]  # over data-parallel ranks
 TEMPERATURE = 0.7
 LOG_PROB_TOLERANCE = 2e-6  # nats; float32, another order of summation
 LOSS_TOLERANCE = 1e-6
-# after two Adam steps of 1e-3, which divide by the gradient's own size: where that is as small as its rounding, of one
-# element of 32,768 in rings, 2e-5 are passed
+# after two Adam steps of 1e-3, which divide by the gradient's own size: where that is as small as its rounding, of
+# one element of 32,768 in rings, 2e-5 are passed
 WEIGHT_TOLERANCE = 5e-5
 DEEP_WEIGHT_TOLERANCE = 2e-4  # of four layers: more gradients are as small as their rounding
 
