@@ -21,7 +21,7 @@ from mindspeed_rl.config import (  # noqa: F401  # their rules register themselv
     rules_rollout,
 )
 from mindspeed_rl.config.files import actor_path, checkpoint_model, resolve_model, touches
-from mindspeed_rl.config.layout import model_parallel
+from mindspeed_rl.config.layout import model_parallel, pipeline_chunks
 from mindspeed_rl.config.model import ModelConfig
 from mindspeed_rl.config.rule import CP, PP, RULES, TP, WORLD, Found, Rule, divides, nearest, rule
 from mindspeed_rl.config.rules_memory import plan_fits_device
@@ -281,6 +281,33 @@ def recompute_layers_exist(cfg: Config, model: ModelConfig) -> Found:
         yield Violation(actor_path(cfg, "recompute_num_layers"), layers, message, f"at most {here}")
 
 
+@rule(
+    "actor.recompute_num_layers",
+    "actor.recompute_method",
+    PP,
+    "actor.num_layer_list",
+    "actor.noop_layers",
+    "actor.num_layers_per_virtual_pipeline_stage",
+    needs_model=True,
+)
+def uniform_recomputation_divides_layers(cfg: Config, model: ModelConfig) -> Found:
+    """Megatron goes through a chunk's layers by groups, and does not stop at the last layer."""
+    group = cfg.actor.recompute_num_layers
+    if cfg.actor.recompute_method != "uniform" or group is None:
+        return
+    if model.num_layers + len(cfg.actor.noop_layers or ()) < cfg.actor.pipeline_model_parallel_size:
+        return  # refused for that
+    chunks = {len(layers) for stage in pipeline_chunks(model.num_layers, cfg.actor) for layers in stage}
+    uneven = sorted(size for size in chunks if size % group)
+    if uneven:
+        message = (
+            f"does not divide {uneven[0]}, the layers of a chunk of the model, as recompute_method = 'uniform' needs"
+        )
+        possible = [number for number in range(1, max(chunks) + 1) if not any(size % number for size in chunks)]
+        hint = f"possible: {', '.join(map(str, possible))}; or recompute_method: block"
+        yield Violation(actor_path(cfg, "recompute_num_layers"), group, message, hint)
+
+
 @rule("actor.lr", "actor.min_lr", "critic_config", "actor.stage")
 def min_lr_below_lr(cfg: Config) -> Found:
     if cfg.actor.min_lr > cfg.actor.lr:
@@ -387,4 +414,5 @@ _LATER = "not supported by this version"
 _refuse("generate_config.infer_pipeline_parallel_size", 1, _LATER)
 _refuse("generate_config.torchair_graph", False, f"{_LATER}: it needs device npu and a DeepSeek-V3 model")
 _refuse("generate_config.num_scheduler_steps", 1, "vLLM's V1 engine schedules at every step and has no such setting")
+_refuse("rl_config.use_remove_padding", True, "training input is always packed, without padding")
 _refuse("rl_config.rule_reward", True, f"{_LATER}: reward models are not built, rewards come from rules")

@@ -190,6 +190,7 @@ class RLConfig(AlgorithmConfig):
     actor_forward_micro_batch_size: Count = Field(8, description="sequences a pass when computing old log-probs")
     critic_forward_micro_batch_size: Count = Field(8, description="sequences a pass when computing values")
     ref_forward_micro_batch_size: Count = Field(8, description="sequences a pass when computing reference log-probs")
+    use_remove_padding: Switch = Field(True, description="pack sequences end to end, without padding; only true")
     use_dynamic_bsz: Switch = Field(
         False, description="micro-batches of as many sequences as max_packing_token_size holds, not of a fixed number"
     )

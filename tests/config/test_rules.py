@@ -184,6 +184,10 @@ EXAMPLES = {
         ["megatron_training.recompute_num_layers=29"],
         "megatron_training.recompute_num_layers", 29, "only 28", "at most 28",
     ),
+    "uniform_recomputation_divides_layers": (
+        ["megatron_training.recompute_method=uniform", "megatron_training.recompute_num_layers=8"],
+        "megatron_training.recompute_num_layers", 8, "does not divide 28", "possible: 1, 2, 4, 7, 14, 28",
+    ),
     "min_lr_below_lr": (
         ["actor_config.min_lr=2e-6"],
         "actor_config.min_lr", 2e-6, "actor_config.lr = 1e-06", "lower it",
@@ -239,6 +243,10 @@ EXAMPLES = {
     "refuse_num_scheduler_steps": (
         ["generate_config.num_scheduler_steps=8"],
         "generate_config.num_scheduler_steps", 8, "V1 engine", "set it to 1",
+    ),
+    "refuse_use_remove_padding": (
+        ["rl_config.use_remove_padding=false"],
+        "rl_config.use_remove_padding", False, "always packed", "set it to true",
     ),
     "refuse_rule_reward": (
         ["rl_config.rule_reward=false"],
@@ -404,6 +412,21 @@ def test_correction_of_stale_tokens_needs_their_log_probs():
 )
 def test_values_that_mean_nothing_for_stale_tokens(key):
     assert [violation.path for violation in violations_of(key)] == [key.partition("=")[0]]
+
+
+def test_uniform_recomputation_is_by_chunks_of_stages():
+    uniform = ["megatron_training.recompute_method=uniform", "actor_config.tensor_model_parallel_size=2"]
+    uneven = [*uniform, "actor_config.pipeline_model_parallel_size=2", "actor_config.num_layer_list=[15,13]"]
+    (violation,) = violations_of(*uneven, "megatron_training.recompute_num_layers=5")
+    assert (violation.message.startswith("does not divide 13"), violation.suggestion.startswith("possible: 1;")) == (
+        True,
+        True,
+    )
+    load_config(BASE, [*uneven, "megatron_training.recompute_num_layers=1"])
+    virtual = "actor_config.num_layers_per_virtual_pipeline_stage=7"
+    interleaved = [*uniform, "actor_config.pipeline_model_parallel_size=2", virtual]
+    assert violations_of(*interleaved, "megatron_training.recompute_num_layers=14")[0].value == 14
+    load_config(BASE, [*interleaved, "megatron_training.recompute_num_layers=7"])
 
 
 def test_rollout_apart_divides_its_own_devices():

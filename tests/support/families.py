@@ -58,10 +58,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-yarn": ("llama", {"rope_parameters": {**SCALED, **YARN}}),
     "llama-yarn-attention": ("llama", {"rope_parameters": {**SCALED, **YARN, "attention_factor": 1.5}}),
     "llama-linear": ("llama", {"rope_parameters": {**SCALED, "rope_type": "linear"}}),
-    "smollm": (
-        "llama",
-        {"tie_word_embeddings": True, "hidden_size": 96, "num_attention_heads": 3, "num_key_value_heads": 1},
-    ),
+    "smollm": ("llama", {"tie_word_embeddings": True, "hidden_size": 96}),
     "mistral": ("mistral", {"sliding_window": None}),
     "deepseek_v2": (
         "deepseek_v2",
