@@ -334,8 +334,8 @@ class Iteration:
             leases: this iteration's leases by number.
 
         Returns:
-            Rows handed out again by consumer, and the leases that end because what they were to read is gone or
-            will be made again.
+            Rows that are done again by consumer, with those that are begun anew, and the leases that end because
+            what they were to read is gone or will be made again.
         """
         missing = list(payloads)
         dead = {name: np.isin(values >> 32, missing) for name, values in self.locations.items()}
@@ -358,7 +358,17 @@ class Iteration:
             self._lacking = self._count_lacking()
             self.selection.incomplete(np.flatnonzero(self._lacking).tolist())
             self.close_if_enough()
+        for name, rows in redo.items():
+            rows |= self._begun_anew(name, dead)
         return {name: np.flatnonzero(rows).tolist() for name, rows in redo.items() if rows.any()}, ended
+
+    def _begun_anew(self, name: str, dead: Mapping[str, np.ndarray]) -> np.ndarray:
+        """[rows] bool: this consumer has yet to do them, here, and what it had begun of them is gone."""
+        if self.carried_to is not None:
+            return np.zeros(self.rows, bool)  # what is unfinished goes on there
+        begun = [c for c in self.progress[name].spec.reads if self.spec.columns[c].replaceable]
+        lost = np.any([np.zeros(self.rows, bool), *(dead[column] for column in begun)], axis=0)
+        return lost & ~self.progress[name].done_rows(self.rows)
 
     def _redo(self, dead: Mapping[str, np.ndarray]) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
         """Rows that each consumer has done and must do again, and rows of each column whose value is out of date.

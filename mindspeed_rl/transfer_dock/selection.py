@@ -50,9 +50,9 @@ class Choice(ABC):
     def completed(self, prompts: list[int]) -> list[int]:
         """These groups are complete; returns the groups that are selected now, in order."""
 
-    @abstractmethod
     def incomplete(self, prompts: list[int]) -> None:
         """Values of these groups were lost; those that are selected stay so."""
+        self.complete[list(set(prompts).difference(self.selected))] = False
 
     @abstractmethod
     def left(self) -> list[int]:
@@ -92,6 +92,7 @@ class SelectionState(Choice):
             raise DockError(f"a selection of {spec.prompts} prompts: the iteration has {len(ages)}")
         integer("max_iterations", spec.max_iterations, least=1)
         self._last = ages + 1 >= spec.max_iterations
+        self._count()
         if self._last.sum() > spec.prompts:
             raise DockError(
                 f"{self._last.sum()} groups are in their last iteration of {spec.max_iterations}, "
@@ -103,14 +104,14 @@ class SelectionState(Choice):
         """Groups in their last iteration are complete, or end where they are."""
         if self.is_over:
             return True
-        reached = int(self.complete.sum()) if self._keep_order else len(self.selected)
+        reached = self._number_complete if self._keep_order else len(self.selected)
         waiting = self._waiting
         return reached + waiting >= self.prompts and not (self.spec.finish_oldest and waiting)
 
-    @property
-    def _waiting(self) -> int:
-        """Groups in their last iteration that are not complete."""
-        return int((self._last & ~self.complete).sum())
+    def _count(self) -> None:
+        """Afresh; every claim looks at these numbers, so they are kept and not summed up each time."""
+        self._number_complete = int(self.complete.sum())
+        self._waiting = int((self._last & ~self.complete).sum())  # groups in their last iteration, not complete
 
     def is_last(self, prompts: np.ndarray) -> np.ndarray:
         return self._last[prompts]
@@ -118,11 +119,14 @@ class SelectionState(Choice):
     def completed(self, prompts: list[int]) -> list[int]:
         new: list[int] = []
         for prompt in prompts:
-            self.complete[prompt] = True
+            if not self.complete[prompt]:
+                self.complete[prompt] = True
+                self._number_complete += 1
+                self._waiting -= int(self._last[prompt])
             if not self._keep_order and not self.is_over and self._has_place(prompt):
                 self.selected.append(prompt)
                 new.append(prompt)
-        if self._keep_order and not self.is_over and not self._waiting and self.complete.sum() >= self.prompts:
+        if self._keep_order and not self.is_over and not self._waiting and self._number_complete >= self.prompts:
             oldest = sorted(np.flatnonzero(self.complete).tolist(), key=lambda prompt: (-self.ages[prompt], prompt))
             new = self.selected = sorted(oldest[: self.prompts])
         return new
@@ -134,11 +138,16 @@ class SelectionState(Choice):
         return sorted(self._unselected(), key=lambda prompt: -self.ages[prompt])
 
     def incomplete(self, prompts: list[int]) -> None:
-        self.complete[[prompt for prompt in prompts if prompt not in self.selected]] = False
+        super().incomplete(prompts)
+        self._count()
 
     @property
     def counts(self) -> dict[str, int]:
-        return {"complete": int(self.complete.sum()), "selected": len(self.selected)}
+        return {"complete": self._number_complete, "selected": len(self.selected)}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        super().restore(state)
+        self._count()
 
 
 class FilterState(Choice):
@@ -200,9 +209,6 @@ class FilterState(Choice):
     def left(self) -> list[int]:
         """Rejected groups go no further."""
         return [prompt for prompt in self._unselected() if not (self.rejected[prompt] and self.complete[prompt])]
-
-    def incomplete(self, prompts: list[int]) -> None:
-        self.complete[[prompt for prompt in prompts if prompt not in self.selected]] = False
 
     @property
     def counts(self) -> dict[str, int]:

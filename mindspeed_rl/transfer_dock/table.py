@@ -300,7 +300,7 @@ class DockTable:
     def lose(self, payloads: Sequence[int]) -> dict[int, dict[str, list[int]]]:
         """Payloads are gone with the process that held them.
 
-        Returns what is handed out again: {iteration: {consumer: rows}}. See `Iteration.lose`.
+        Returns what is done again, or begun anew: {iteration: {consumer: rows}}. See `Iteration.lose`.
         """
         known = [number for number in payloads if number in self._payloads]
         redone: dict[int, dict[str, list[int]]] = {}

@@ -280,6 +280,44 @@ def tokens(*values):
     return [torch.tensor([value]) for value in values]
 
 
+@pytest.mark.parametrize("keep_order", [True, False])
+def test_what_was_begun_of_a_response_and_is_lost_is_told(keep_order):
+    """Its tokens are generated again: in the iteration that goes on with it, and in no other."""
+    table, spec = DockTable(DockSpec(COLUMNS, consumers(), guarantee_order=keep_order)), Selection(1, 9)
+    table.begin(0, 2, 1, 1, selection=spec)
+    table.put(0, as_rows([0, 1]), ["prompt"], "prompts", 8)
+    held = [table.claim("rollout", 0, 1) for _ in range(2)]
+    partial = table.put(0, as_rows([0]), ["partial"], "begun", 8)
+    table.put(0, as_rows([1]), ["response"], "whole", 8, lease=held[1].lease)
+    table.release(0, held[0].lease)
+    assert table.begin(1, 2, 1, 1, selection=spec, carry_from=0) == 1
+    assert table.lose([partial]) == {0: {}, 1: {"rollout": [0]}}
+    assert table.rows_redone == 1
+    claim = table.claim("rollout", 1, 1)
+    assert claim.rows == (0,)
+    assert partial not in claim.payloads
+
+
+def test_whether_enough_is_complete_is_known_without_a_look_at_all_groups(monkeypatch):
+    """As any claim asks: the numbers are kept, and right after every change."""
+    state = SelectionState(Selection(3, 2), np.array([1, 0, 0, 0, 1, 0]), keep_order=True)
+    random = np.random.default_rng(0)
+    for _ in range(200):
+        prompts = random.choice(6, random.integers(1, 4), replace=False).tolist()
+        if random.random() < 0.6:
+            state.completed(prompts)
+        else:
+            state.incomplete(prompts)
+        if random.random() < 0.1:
+            state.restore(state.state())
+        if state.is_over:
+            state = SelectionState(Selection(3, 2), np.array([1, 0, 0, 0, 1, 0]), keep_order=True)
+        assert state.counts["complete"] == state.complete.sum()
+        assert state._waiting == (~state.complete[[0, 4]]).sum()
+    monkeypatch.setattr(state, "complete", None)
+    assert state.is_enough in (True, False)
+
+
 def test_an_unfinished_group_goes_on_where_it_was_in_the_next_iteration(make_dock):
     dock = make_dock(guarantee_order=False)
     spec = Selection(1, 2)
