@@ -34,7 +34,7 @@ def profiler_records_something(cfg: Config) -> Found:
             if not getattr(profiler, key):
                 hint = "name some, or remove profiler.steps"
                 yield Violation(
-                    f"profiler.{key}", [], "is empty: there are steps to record, but nothing of them", hint
+                    f"profiler.{key}", [], "is empty: nothing of the steps is recorded", hint
                 )
         return
     for key in ProfilerConfig.model_fields:
