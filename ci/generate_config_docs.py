@@ -21,6 +21,7 @@ from mindspeed_rl.config.schema import (  # noqa: E402
     CustomRewardConfig,
     GenerateConfig,
     MegatronConfig,
+    ProfilerConfig,
     ResourceConfig,
     RLConfig,
     SamplingConfig,
@@ -75,6 +76,7 @@ SECTIONS: list[tuple[str, type[BaseModel], str]] = [
     ("`rl_config.custom_reward_function`", CustomRewardConfig, ""),
     ("`generate_config`", GenerateConfig, ""),
     ("`generate_config.sampling_config`", SamplingConfig, ""),
+    ("`profiler`", ProfilerConfig, ""),
     ("`model.<preset>`", ModelConfig, "Files in `configs/model/` hold one preset each, under its name."),
     ("`model.<preset>.rope_scaling`", RopeScaling, "The keys and values of Hugging Face's `config.json`."),
 ]

@@ -18,6 +18,7 @@ from mindspeed_rl.config import (  # noqa: F401  # their rules register themselv
     rules_algorithm,
     rules_devices,
     rules_experts,
+    rules_profiler,
     rules_rollout,
 )
 from mindspeed_rl.config.files import actor_path, checkpoint_model, resolve_model, touches

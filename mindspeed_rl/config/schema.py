@@ -351,6 +351,22 @@ class GenerateConfig(Section):
     sampling_config: SamplingConfig = Field(SamplingConfig(), description="how tokens are drawn")
 
 
+class ProfilerConfig(Section):
+    """Which stages' operators and kernels are recorded; off where no steps are named."""
+
+    steps: list[Count] = Field([], description="steps that are recorded, from 1 on; none: nothing is")
+    ranks: list[Annotated[int, Field(ge=0)]] = Field(
+        [0], description="workers that record: training ranks, and after them those of rollout apart from training"
+    )
+    what: list[Literal["resharding", "rollout", "scoring", "update"]] = Field(
+        ["resharding", "rollout", "scoring", "update"],
+        description="what is recorded; scoring in between generation is part of rollout",
+    )
+    with_shapes: Switch = Field(False, description="record the shapes of operators' inputs, too")
+    with_memory: Switch = Field(False, description="record memory taken and given back, too")
+    with_stack: Switch = Field(False, description="record the source code's lines that called operators, too")
+
+
 class Config(Section):
     """A whole run."""
 
@@ -370,6 +386,9 @@ class Config(Section):
     output_dir: str = Field("outputs", description="parent of the run folder: logs, metrics, resolved configuration")
     trace: Switch = Field(
         False, description="write the timeline of all processes, `trace.json` in the run folder, for Perfetto"
+    )
+    profiler: ProfilerConfig = Field(
+        ProfilerConfig(), description="operators and kernels of chosen steps, written to `profile/` in the run folder"
     )
     run_name: str | None = Field(
         None, description="name of the run folder, one path component; null: configuration name and time"

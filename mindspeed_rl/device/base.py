@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -152,6 +153,16 @@ class Device(Protocol):
 
     def rms_norm(self, hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """Root-mean-square norm over the last dimension (Zhang & Sennrich 2019)."""
+
+    def profile(self, path: Path, shapes: bool, memory: bool, stack: bool) -> AbstractContextManager[Any]:
+        """Record what host and device do inside, and write it when that ends, to `path` with a suffix.
+
+        Args:
+            path: without suffix; its folder is there.
+            shapes: with the shapes of operators' inputs.
+            memory: with memory taken and given back.
+            stack: with the lines of source code that called the operators.
+        """
 
     def worker_environment(self, ranks: int) -> dict[str, str]:
         """Environment of a worker process, set before it starts; `ranks` workers may share its host."""

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from mindspeed_rl.device.base import BlockAttention
+from mindspeed_rl.device.profiler import torch_profile
 
 
 class CpuDevice:
@@ -104,6 +106,9 @@ class CpuDevice:
 
     def rms_norm(self, hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         return F.rms_norm(hidden, weight.shape, weight, eps)
+
+    def profile(self, path: Path, shapes: bool, memory: bool, stack: bool) -> AbstractContextManager[Any]:
+        return torch_profile(path, shapes, memory, stack)
 
     def worker_environment(self, ranks: int) -> dict[str, str]:
         # ranks of one host must not fight over its cores; whoever starts the run may know better

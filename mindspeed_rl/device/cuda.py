@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 from mindspeed_rl.device.base import BlockAttention
+from mindspeed_rl.device.profiler import torch_profile
 
 # NVIDIA data sheets, dense
 PEAK_BF16_FLOPS = {"H200": 989.4e12, "H100": 989.4e12, "H20": 148e12, "A100": 312e12, "A800": 312e12, "L40S": 362e12}
@@ -105,6 +107,9 @@ class CudaDevice:
 
     def rms_norm(self, hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         return F.rms_norm(hidden, weight.shape, weight, eps)
+
+    def profile(self, path: Path, shapes: bool, memory: bool, stack: bool) -> AbstractContextManager[Any]:
+        return torch_profile(path, shapes, memory, stack)
 
     def worker_environment(self, ranks: int) -> dict[str, str]:
         # Megatron counts on kernels being scheduled in the order of their launch

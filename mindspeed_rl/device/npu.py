@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -128,6 +129,19 @@ class NpuDevice:
         import torch_npu
 
         return torch_npu.npu_rms_norm(hidden, weight, epsilon=eps)[0]
+
+    def profile(self, path: Path, shapes: bool, memory: bool, stack: bool) -> AbstractContextManager[Any]:
+        from torch_npu import profiler
+
+        # a folder of files, for MindStudio Insight and TensorBoard
+        profile: AbstractContextManager[Any] = profiler.profile(
+            activities=[profiler.ProfilerActivity.CPU, profiler.ProfilerActivity.NPU],
+            record_shapes=shapes,
+            profile_memory=memory,
+            with_stack=stack,
+            on_trace_ready=profiler.tensorboard_trace_handler(str(path)),
+        )
+        return profile
 
     def worker_environment(self, ranks: int) -> dict[str, str]:
         # as on CUDA; MindSpeed checks it

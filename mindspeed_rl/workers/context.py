@@ -97,6 +97,7 @@ class Worker:
     def __init__(self, rank: int, number: int, config: Config, layout: Layout, model: ModelConfig, log_folder: str):
         setup_logging(log_folder, f"rank_{number:05d}", capture=True)
         self.rank, self.number, self.config, self.layout, self.model = rank, number, config, layout, model
+        self.log_folder = log_folder
 
     def address(self) -> str:
         """`host:port` on which this process can be reached."""

@@ -11,6 +11,7 @@ from mindspeed_rl.resharding.layout import RolloutLayout
 from mindspeed_rl.transfer_dock.spec import TransferDock
 from mindspeed_rl.workers.context import Source, WorkerReport
 from mindspeed_rl.workers.control import ControlGroup
+from mindspeed_rl.workers.profiling import profiled
 from mindspeed_rl.workers.residency import ROLLOUT, Part, Step, after, before, may_leave
 from mindspeed_rl.workers.rollout import Rollout, vllm_engine
 from mindspeed_rl.workers.stages import scoring_stages
@@ -39,6 +40,7 @@ class IntegratedWorker(TrainingWorker):
         self.training = Training(self.context, self.model, source)
         self._leave(("reference",))
 
+    @profiled("resharding")
     def enter_rollout(self, version: int) -> WorkerReport:
         """Reshard the actor's weights into the rollout engine and make room for its KV cache.
 
@@ -96,6 +98,7 @@ class IntegratedWorker(TrainingWorker):
             if part not in ROLLOUT and may_leave(self.config, part):
                 self.training.offload(part)
 
+    @profiled("rollout")
     def generate(self, iteration: int, wave: int) -> WorkerReport:
         """Generate this rollout replica's share of the iteration's responses, or of a wave of them."""
         timings = Timings(iteration)
@@ -103,6 +106,7 @@ class IntegratedWorker(TrainingWorker):
             self.rollout.generate(iteration, wave=wave)
         return self.context.report(timings)
 
+    @profiled("rollout")
     def generate_and_score(self, iteration: int) -> WorkerReport:
         """Generate; score what is complete in between and, without waiting for other replicas, the rest after."""
         timings, generate = Timings(iteration), self.config.generate_config

@@ -11,6 +11,7 @@ import torch
 from mindspeed_rl.common.timing import Timings
 from mindspeed_rl.transfer_dock.spec import TransferDock
 from mindspeed_rl.workers.context import Worker, WorkerReport
+from mindspeed_rl.workers.profiling import profiled
 from mindspeed_rl.workers.rollout import Rollout, vllm_engine
 from mindspeed_rl.workers.validation import update_and_validate
 from mindspeed_rl.workers.weights import unpack_weights
@@ -25,6 +26,7 @@ class RolloutWorker(Worker):
         self.board, self.loaded = board, False
         self.rollout = Rollout(self.context, vllm_engine(self.context, hf_folder, stop_tokens))
 
+    @profiled("rollout")
     def generate(self, iteration: int, wave: int) -> WorkerReport:
         """Generate this replica's share of an iteration's or wave's responses, with the newest weights there are.
 

@@ -9,6 +9,7 @@ import ray
 from mindspeed_rl.common.timing import Timings
 from mindspeed_rl.transfer_dock.spec import TransferDock
 from mindspeed_rl.workers.context import Source, Worker, WorkerReport
+from mindspeed_rl.workers.profiling import profiled
 from mindspeed_rl.workers.stages import scoring_stages
 from mindspeed_rl.workers.training import Training
 from mindspeed_rl.workers.weights import PublishedWeights, pack_weights
@@ -22,6 +23,7 @@ class TrainingWorker(Worker):
         self.join(address, self.layout.world, dock)
         self.training = Training(self.context, self.model, source)
 
+    @profiled("resharding")
     def publish_weights(self, version: int) -> tuple[WorkerReport, PublishedWeights]:
         """Copy the actor's weights to Ray's object store; rank 0 returns where they are, the others nothing.
 
@@ -44,6 +46,7 @@ class TrainingWorker(Worker):
                 checksums = self.training.engine.weight_checksums()
         return self.context.report(timings), PublishedWeights(refs, checksums)
 
+    @profiled("scoring")
     def score(self, iteration: int) -> WorkerReport:
         """Compute this model replica's share of the log-probs that the update needs."""
         timings = Timings(iteration)
@@ -56,6 +59,7 @@ class TrainingWorker(Worker):
             self.training.score(stage, timings)
             self.leave(stage, timings)
 
+    @profiled("update")
     def update(self, iteration: int, kl_coef: float) -> WorkerReport:
         """Train on the iteration's samples: `epochs` passes, one optimizer step a mini-batch."""
         timings = Timings(iteration)

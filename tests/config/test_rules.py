@@ -36,6 +36,18 @@ EXAMPLES = {
         ["actor_config.resume=auto", "actor_config.save=null"],
         "actor_config.resume", "auto", "`save`, which is not set", "set actor_config.save",
     ),
+    "profiled_steps_come": (
+        ["profiler.steps=[1,501]"],
+        "profiler.steps", 501, "train_iters = 500 is the last step", "from 1 to 500",
+    ),
+    "profiled_ranks_exist": (
+        ["profiler.steps=[1]", "profiler.ranks=[7,8]"],
+        "profiler.ranks", 8, "there are 8 workers", "from 0 to 7",
+    ),
+    "profiler_records_something": (
+        ["profiler.with_shapes=true"],
+        "profiler.with_shapes", True, "names no steps", "set profiler.steps",
+    ),
     "run_name_is_one_folder": (
         ["run_name=a/b"],
         "run_name", "a/b", "name of one folder", "set output_dir",
@@ -427,6 +439,15 @@ def test_uniform_recomputation_is_by_chunks_of_stages():
     interleaved = [*uniform, "actor_config.pipeline_model_parallel_size=2", virtual]
     assert violations_of(*interleaved, "megatron_training.recompute_num_layers=14")[0].value == 14
     load_config(BASE, [*interleaved, "megatron_training.recompute_num_layers=7"])
+
+
+def test_a_profiler_needs_ranks_and_something_to_record():
+    found = violations_of("profiler.steps=[2]", "profiler.ranks=[]", "profiler.what=[]")
+    assert [violation.path for violation in found] == ["profiler.ranks", "profiler.what"]
+    apart = [*SEPARATE, "profiler.steps=[2]"]
+    load_config(BASE, [*apart, "profiler.ranks=[11]"])  # the last one that generates
+    (violation,) = violations_of(*apart, "profiler.ranks=[12]")
+    assert violation.message == "there are 12 workers"
 
 
 def test_rollout_apart_divides_its_own_devices():

@@ -1,5 +1,9 @@
 """The CPU device's kernels against dense float64 references; choice of a device."""
 
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -7,6 +11,7 @@ import torch
 
 from mindspeed_rl.common.errors import ConfigError
 from mindspeed_rl.device.cpu import CpuDevice
+from mindspeed_rl.device.npu import NpuDevice
 from mindspeed_rl.device.select import make_device
 from mindspeed_rl.engine.megatron import offload
 from mindspeed_rl.engine.megatron.offload import HostMemory
@@ -109,6 +114,28 @@ def test_host_memory_is_taken_in_pieces_of_bounded_size(monkeypatch: pytest.Monk
         memory.ready()
     assert taken == 2 * [10, 10, 8]
     assert owner.flatten().tolist() == list(range(7))
+
+
+def test_an_npus_profiler_is_asked_for_what_was_configured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A contract with torch_npu's published interface; it has never run on one."""
+    asked: dict[str, Any] = {}
+    profiler = ModuleType("torch_npu.profiler")
+    profiler.profile = lambda **given: (asked.update(given), nullcontext())[1]  # type: ignore[attr-defined]
+    profiler.ProfilerActivity = SimpleNamespace(CPU="cpu", NPU="npu")  # type: ignore[attr-defined]
+    profiler.tensorboard_trace_handler = lambda folder: f"to {folder}"  # type: ignore[attr-defined]
+    torch_npu = ModuleType("torch_npu")
+    torch_npu.profiler = profiler  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "torch_npu", torch_npu)
+    monkeypatch.setitem(sys.modules, "torch_npu.profiler", profiler)
+    with NpuDevice().profile(tmp_path / "step_1", shapes=True, memory=False, stack=True):
+        pass
+    assert asked == {
+        "activities": ["cpu", "npu"],
+        "record_shapes": True,
+        "profile_memory": False,
+        "with_stack": True,
+        "on_trace_ready": f"to {tmp_path / 'step_1'}",
+    }
 
 
 def test_ranks_share_the_cores_unless_the_user_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
