@@ -3,20 +3,10 @@
 import pytest
 from algorithm_examples import ALGORITHM_EXAMPLES, CLIP_HIGHER, PPO
 from expert_examples import EXPERT_EXAMPLES
-from violations import BASE, DYNAMIC, violations_of
+from violations import BASE, DYNAMIC, SEPARATE, violations_of
 
 from mindspeed_rl.config.compose import load_config
 from mindspeed_rl.config.rules import RULES, check
-
-# rollout on 4 further devices
-SEPARATE = [
-    "rl_config.use_integrated_worker=false",
-    "rl_config.rollout_resource={num_npus: 4}",
-    *(
-        f"generate_config.offload_{part}=false"
-        for part in ("train_optimizer", "train_grad", "train_param", "reference")
-    ),
-]
 
 RING = ["actor_config.context_parallel_size=2", "actor_config.context_parallel_algo=megatron_cp_algo"]
 
@@ -439,15 +429,6 @@ def test_uniform_recomputation_is_by_chunks_of_stages():
     interleaved = [*uniform, "actor_config.pipeline_model_parallel_size=2", virtual]
     assert violations_of(*interleaved, "megatron_training.recompute_num_layers=14")[0].value == 14
     load_config(BASE, [*interleaved, "megatron_training.recompute_num_layers=7"])
-
-
-def test_a_profiler_needs_ranks_and_something_to_record():
-    found = violations_of("profiler.steps=[2]", "profiler.ranks=[]", "profiler.what=[]")
-    assert [violation.path for violation in found] == ["profiler.ranks", "profiler.what"]
-    apart = [*SEPARATE, "profiler.steps=[2]"]
-    load_config(BASE, [*apart, "profiler.ranks=[11]"])  # the last one that generates
-    (violation,) = violations_of(*apart, "profiler.ranks=[12]")
-    assert violation.message == "there are 12 workers"
 
 
 def test_rollout_apart_divides_its_own_devices():

@@ -14,6 +14,16 @@ DYNAMIC = [
     "~rl_config.ref_forward_micro_batch_size",
 ]
 
+# rollout on 4 further devices
+SEPARATE = [
+    "rl_config.use_integrated_worker=false",
+    "rl_config.rollout_resource={num_npus: 4}",
+    *(
+        f"generate_config.offload_{part}=false"
+        for part in ("train_optimizer", "train_grad", "train_param", "reference")
+    ),
+]
+
 
 def violations_of(*overrides: str, name: str = BASE) -> list[Violation]:
     with pytest.raises(ConfigError) as caught:
