@@ -30,6 +30,7 @@ class MemoryEstimate:
     activations: int
     logits: int
     rollout_weights: int
+    buckets: int  # what is exchanged on the way from training to rollout, beside what lies at its places
     kv_per_token: int
     kv_full: int  # cache in which every sequence that can run at once has full length
     training_kept: int  # part of weights, gradients, optimizer and reference that stays while generating
@@ -82,6 +83,7 @@ def estimate_memory(cfg: Config, model: ModelConfig, layout: Layout) -> MemoryEs
         activations=activation_bytes(cfg, model, layout),
         logits=logit_bytes(cfg, model, layout),
         rollout_weights=rollout_parameters(model, layout.infer_tp) * _DTYPE_BYTES[generate.dtype],
+        buckets=bucket_bytes(cfg, model, layout),
         kv_per_token=kv_per_token,
         kv_full=kv_per_token * generate.max_model_len * running,
         training_kept=shared if layout.integrated else 0,
@@ -147,7 +149,7 @@ def activation_bytes(cfg: Config, model: ModelConfig, layout: Layout) -> int:
     used, a token is there k times: its input and output 2 h k, and 3 f k / TP with the width f of an expert; beside
     3 f / TP of the shared expert. Latent attention has as many key/value as query heads, and its short vectors before
     and after their norms, 2 l, over TP with sequence parallel. `full` recomputation keeps the input alone of a
-    recomputed layer (`block`) or of a group of layers (`uniform`), and one group while it is redone.
+    recomputed layer (`block`) or of a group of layers (`uniform`), in each chunk, and one group while it is redone.
     The first of PP stages has up to PP micro-batches in flight; interleaved in V chunks 1 + (PP - 1) / (PP V) times
     as many of its layers' activations (same paper, section 4.2.3).
     """
@@ -161,13 +163,15 @@ def activation_bytes(cfg: Config, model: ModelConfig, layout: Layout) -> int:
     routed += 3 * (model.moe_shared_expert_intermediate_size or 0) / tp
     share = model.num_moe_layers / model.num_layers
     layer = 4 * hidden + latents + heads + (1 - share) * dense + share * routed
-    layers, group = most_layers(cfg, model), actor.recompute_num_layers or 1
+    stages = pipeline_chunks(model.num_layers, actor)
+    chunks = max(([len(layers) for layers in stage] for stage in stages), key=sum)
+    layers, group = sum(chunks), actor.recompute_num_layers or 1
     if actor.recompute_granularity != "full":
         kept, redone = layers * layer, 0.0
     elif actor.recompute_method == "uniform":
-        kept, redone = -(-layers // group) * hidden, min(group, layers) * layer
+        kept, redone = sum(-(-size // group) for size in chunks) * hidden, min(group, max(chunks)) * layer
     else:
-        whole = max(layers - group, 0)
+        whole = sum(max(size - group, 0) for size in chunks)
         kept, redone = whole * layer + (layers - whole) * hidden, layer
     tokens = micro_batch_tokens(cfg, layout)
     stages_full = float(layout.pp)
@@ -195,6 +199,16 @@ def logit_bytes(cfg: Config, model: ModelConfig, layout: Layout) -> int:
     gradients = columns * model.hidden_size * (FLOAT32 + (2 if full else 1) * width)
     responses = layout.sequences_per_mini_batch_per_rank * cfg.generate_config.sampling_config.max_tokens
     return chunk + gradients + (responses * model.hidden_size * width // layout.cp if full else 0)
+
+
+def bucket_bytes(cfg: Config, model: ModelConfig, layout: Layout) -> int:
+    """Two buckets of the export, and the largest parameter put together from them; 0 where nothing is exchanged."""
+    if layout.tp == layout.pp == layout.ep == 1:
+        return 0
+    width = 2 if cfg.actor.bf16 else FLOAT32
+    bucket = min(int(cfg.generate_config.resharding_bucket_mb * 2**20), model.num_parameters * width)
+    largest = max(model.vocab_size, 2 * model.ffn_hidden_size) * model.hidden_size * width  # gate and up are one
+    return 2 * bucket + largest
 
 
 def kv_bytes_per_token(cfg: Config, model: ModelConfig) -> int:

@@ -133,6 +133,7 @@ def _memory_table(cfg: Config, model: ModelConfig, layout: Layout) -> Table:
         "[bold]update, all together": memory.training,
         "reference weights, in their stage": memory.reference,
         "rollout weights": memory.rollout_weights,
+        "buckets and largest tensor of resharding": memory.buckets,
         "KV cache, all running sequences at full length": memory.kv_full,
         "training state kept while generating": memory.training_kept,
         "[bold]generating, all together": memory.generating,

@@ -17,6 +17,7 @@ LIMIT = "device_memory_gib"
 OFFLOADS = ("offload_train_optimizer", "offload_train_grad", "offload_train_param", "offload_reference")
 Parts = dict[str, float]  # bytes, by what takes them
 Need = Callable[[Config, MemoryEstimate], tuple[Parts, float]]  # and how many there are for them
+LEAST_BUCKET_MB = 16.0
 SHARES = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)
 
 
@@ -25,7 +26,7 @@ def plan_fits_device(cfg: Config, model: ModelConfig) -> Found:
     if cfg.device_memory_gib is None:
         return
     memory = estimate(cfg, model)
-    for what, need in {"an update": _update, "generation": _generation, "the rollout engine": _engine}.items():
+    for what, need in NEEDS.items():
         parts, limit = need(cfg, memory)
         total = sum(parts.values())
         if total > limit:
@@ -95,6 +96,30 @@ def _engine(cfg: Config, memory: MemoryEstimate) -> tuple[Parts, float]:
     return {"weights": memory.rollout_weights, "cache of one sequence": sequence}, _for_rollout(cfg, memory)
 
 
+def _resharding(cfg: Config, memory: MemoryEstimate) -> tuple[Parts, float]:
+    """Both engines' weights at once, before those of training may leave; the cache comes later where it can."""
+    generate, integrated = cfg.generate_config, cfg.rl_config.use_integrated_worker
+    stays = memory.training_kept - (0 if generate.offload_train_param else memory.weights)
+    if not integrated:
+        stays = memory.gradients + memory.optimizer + memory.critic + memory.reference
+    rollout = _for_rollout(cfg, memory) if cfg.device == "cpu" else memory.rollout_weights
+    parts = {
+        "training weights": memory.weights,
+        "rollout": rollout if integrated else 0,
+        "training state that stays": stays,
+        "buckets and the largest tensor": memory.buckets,
+    }
+    return parts, _limit(cfg)
+
+
+NEEDS: dict[str, Need] = {
+    "an update": _update,
+    "generation": _generation,
+    "the rollout engine": _engine,
+    "resharding": _resharding,
+}
+
+
 def _changes(cfg: Config) -> Iterator[tuple[str, Any, Config]]:
     """Key, value and outcome of single changes that save memory, those first that cost little."""
     generate, actor = cfg.generate_config, cfg.actor
@@ -116,8 +141,21 @@ def _changes(cfg: Config) -> Iterator[tuple[str, Any, Config]]:
     if any(getattr(actor, key) != value for key, value in every_layer.items()):
         value = "full, recompute_method: uniform, recompute_num_layers: 1"
         yield actor_path(cfg, "recompute_granularity"), value, _training(cfg, **every_layer)
+    cap = (cfg.rl_config.max_packing_token_size or 0) // 2
+    while cap >= _longest(cfg):
+        rl = cfg.rl_config.model_copy(update={"max_packing_token_size": cap})
+        yield "rl_config.max_packing_token_size", cap, cfg.model_copy(update={"rl_config": rl})
+        cap //= 2
+    bucket = generate.resharding_bucket_mb
+    while bucket > LEAST_BUCKET_MB:
+        bucket = max(bucket / 2, LEAST_BUCKET_MB)
+        yield "generate_config.resharding_bucket_mb", bucket, _generating(cfg, resharding_bucket_mb=bucket)
     for share in SHARES if cfg.device != "cpu" else ():
         yield "generate_config.gpu_memory_utilization", share, _generating(cfg, gpu_memory_utilization=share)
+
+
+def _longest(cfg: Config) -> int:
+    return cfg.rl_config.max_prompt_length + cfg.generate_config.sampling_config.max_tokens
 
 
 def _generating(cfg: Config, **values: Any) -> Config:

@@ -1,6 +1,7 @@
 """A plan that cannot fit into its devices is refused, with what takes the memory and which change would do."""
 
 import pytest
+from violations import BASE, DYNAMIC
 
 from mindspeed_rl.common.errors import ConfigError
 from mindspeed_rl.config.compose import load_config
@@ -70,6 +71,44 @@ def test_the_kl_over_the_vocabulary_has_the_reference_beside_the_actor() -> None
     load_config(H200, [*stays, limit])
 
 
+def test_both_engines_weights_and_the_buckets_have_room_while_they_are_exchanged() -> None:
+    """Of 7.6 B parameters, TP 4 trains and TP 4 generates: a quarter each, and buckets."""
+    cfg, _ = load_config(BASE)
+    model = resolve_model(cfg)
+    memory = estimate(cfg, model)
+    largest = model.vocab_size * model.hidden_size * 2
+    assert memory.buckets == 2 * 256 * 2**20 + largest
+    # a bucket of 40,000 MiB would hold all parameters
+    whole = memory.weights + memory.rollout_weights + 2 * model.num_parameters * 2 + largest
+    found = refused(BASE, "generate_config.resharding_bucket_mb=40000", "device_memory_gib=36")
+    (resharding,) = [violation for violation in found if "resharding takes" in violation]
+    assert f"resharding takes {whole / GIB:.1f} GiB" in resharding
+    assert "generate_config.resharding_bucket_mb: 10000.0" in resharding
+    one = ["actor_config.tensor_model_parallel_size=1", "megatron_training.sequence_parallel=false"]
+    alone, _ = load_config(BASE, [*one, "device_memory_gib=null", "generate_config.infer_tensor_parallel_size=1"])
+    assert estimate(alone, model).buckets == 0
+
+
+def test_a_smaller_token_cap_is_proposed() -> None:
+    found = refused(
+        H200, "device_memory_gib=44", *DYNAMIC[:1], "rl_config.max_packing_token_size=131072", *DYNAMIC[2:]
+    )
+    (update,) = [violation for violation in found if "an update takes" in violation]
+    assert "rl_config.max_packing_token_size: 8192" in update
+
+
+def test_recomputation_is_counted_by_chunks() -> None:
+    """Seven layers of each chunk of seven are all layers, whatever the number of chunks."""
+    base = ["megatron_training.recompute_method=block", "actor_config.pipeline_model_parallel_size=2"]
+    chunks = [*base, "actor_config.tensor_model_parallel_size=2", "megatron_training.recompute_num_layers=7"]
+    plain = [*base, "actor_config.tensor_model_parallel_size=2", "megatron_training.recompute_num_layers=14"]
+    virtual = "actor_config.num_layers_per_virtual_pipeline_stage=7"
+    cfgs = [load_config(BASE, overrides)[0] for overrides in ([*chunks, virtual], plain)]
+    interleaved, whole = (estimate(cfg, resolve_model(cfg)).activations for cfg in cfgs)
+    # (2 + 1/2) micro-batches of 2 x 4,096 tokens in flight instead of 2, inputs of 14 layers in bfloat16, over TP
+    assert interleaved - whole == 0.5 * 2 * 4096 * 14 * 3584 / 2 * 2
+
+
 def test_an_engine_needs_room_for_one_sequence() -> None:
     found = refused(H200, "device_memory_gib=3", "generate_config.gpu_memory_utilization=0.5")
     (engine,) = [violation for violation in found if "the rollout engine takes" in violation]
@@ -77,7 +116,8 @@ def test_an_engine_needs_room_for_one_sequence() -> None:
 
 
 def test_rollout_on_a_cpu_cannot_sleep() -> None:
-    update, generation = refused("grpo_trainer_tiny_cpu", "device_memory_gib=0.5")
+    update, generation, resharding = refused("grpo_trainer_tiny_cpu", "device_memory_gib=0.5")
+    assert "resharding takes 1.0 GiB" in resharding
     assert "rollout, which cannot sleep 1.0" in update
     assert "generation takes 1.0 GiB" in generation
 
