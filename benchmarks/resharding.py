@@ -1,6 +1,6 @@
 """Training weights on their way to rollout, beside a copy or collective of the same bytes, measured in the same run.
 
-`python benchmarks/resharding.py [--device cuda] [--models qwen25_0b5 qwen25_7b] [--layouts one tp2 pp2] [--rollout]`
+`python benchmarks/resharding.py [--device cuda] [--models qwen25_0b5 …] [--layouts one tp2 to_tp2 pp2] [--rollout]`
 
 A consumer copies every tensor that it is given into memory of its own, as vLLM's loader does; with `--rollout` it is
 vLLM itself, on every rank, in whose engine the weights are in place then. Beside it stands what no export can beat:
@@ -34,9 +34,10 @@ from mindspeed_rl.resharding.layout import WeightLayout
 from mindspeed_rl.resharding.names import parameter_table
 from mindspeed_rl.resharding.plan import ExportPlan, make_plan, planned_dtypes
 
-LAYOUTS = {"one": (1, 1), "tp2": (2, 1), "pp2": (1, 2)}  # TP, PP
+LAYOUTS = {"one": (1, 1, 1, 1), "tp2": (2, 1, 1, 1), "to_tp2": (1, 1, 2, 2), "pp2": (1, 2, 1, 1)}  # TP, PP, DP; TP
 REPEATS = 5
-SUMMARY = {"one": "reshard.h200_tp1_vs_copy", "tp2": "reshard.2gpu_vs_allgather"}  # of the last model; limit: the aim
+# of 7B; the limit is the aim
+SUMMARY = {"one": ("reshard.h200_tp1_vs_copy", 3.0), "tp2": ("reshard.2gpu_vs_allgather", 2.0)}
 MODEL_TYPES = {"Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3", "LlamaForCausalLM": "llama"}
 
 
@@ -63,8 +64,8 @@ def fastest(device: Any, work: Callable[[], None], group: bool) -> float:
     return min(found[1:])
 
 
-def limit_of(device: Any, plan: ExportPlan, kept: dict[str, torch.Tensor]) -> Callable[[], None]:
-    """The plain copy or collectives of the same bytes."""
+def limit_of(device: Any, plan: ExportPlan, kept: dict[str, torch.Tensor], copied: bool = True) -> Callable[[], None]:
+    """The plain copy or collectives of the same bytes, and a copy of what arrived unless not `copied`."""
     sources = {name: torch.empty_like(tensor) for name, tensor in kept.items()} if not plan.buckets else {}
 
     def copy() -> None:
@@ -87,10 +88,12 @@ def limit_of(device: Any, plan: ExportPlan, kept: dict[str, torch.Tensor]) -> Ca
         for number in range(-(-total // piece)):
             if collective.way == "all_gather":
                 gather(arrived, mine)
-                target.copy_(arrived)
+                if copied:
+                    target.copy_(arrived)
             else:
                 dist.broadcast(mine, collective.ranks[number % world])
-                target[: len(mine)].copy_(mine)
+                if copied:
+                    target[: len(mine)].copy_(mine)
 
     return move
 
@@ -115,32 +118,41 @@ def hf_config(model: ModelConfig) -> dict[str, Any]:
     }
 
 
-def rollout_engine(model: ModelConfig, device: Any, folder: str) -> Any:
-    """vLLM on this rank alone, with that model."""
+def rollout_engine(model: ModelConfig, device: Any, folder: str, tp: int = 1) -> Any:
+    """vLLM on this rank, or on `tp` neighbouring ones, with that model."""
     from mindspeed_rl.engine.vllm.engine import VllmEngine
 
     Path(folder, "config.json").write_text(json.dumps(hf_config(model)))
     cfg = GenerateConfig(
-        dtype="bfloat16", max_model_len=1024, max_num_seqs=8, enforce_eager=True, gpu_memory_utilization=0.5
+        infer_tensor_parallel_size=tp,
+        dtype="bfloat16",
+        max_model_len=1024,
+        max_num_seqs=8,
+        enforce_eager=True,
+        gpu_memory_utilization=0.5,
     )
     return VllmEngine(cfg, folder, device, seed=0, stop_tokens=[0])
 
 
 def measure(
-    rank: int, kind: str, model_name: str, tp: int, pp: int, bucket_mb: float, rollout: bool, folder: str
+    rank: int, kind: str, model_name: str, layout_name: str, bucket_mb: float, rollout: bool, folder: str
 ) -> None:
     """One rank of one layout; rank 0 writes what it has found."""
     torch.set_num_threads(1)
-    os.environ.update(RANK=str(rank), LOCAL_RANK="0" if kind == "cpu" else str(rank), WORLD_SIZE=str(tp * pp))
+    tp, pp, dp, infer_tp = LAYOUTS[layout_name]
+    world = tp * pp * dp
+    os.environ.update(RANK=str(rank), LOCAL_RANK="0" if kind == "cpu" else str(rank), WORLD_SIZE=str(world))
     device = make_device(kind)
     device.select(rank if kind != "cpu" else 0)
     dist.init_process_group(
-        device.collectives_backend, init_method=f"file://{folder}/rendezvous", rank=rank, world_size=tp * pp
+        device.collectives_backend, init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world
     )
     model, cfg = load_model(model_name), MegatronConfig(bf16=True)
-    layout, dtypes = WeightLayout.even(model, tp=tp, pp=pp), planned_dtypes(cfg, model)
+    layout, dtypes = WeightLayout.even(model, tp=tp, pp=pp, dp=dp), planned_dtypes(cfg, model)
     plan = make_plan(model, dtypes, layout, rank, int(bucket_mb * 2**20))
-    engine = rollout_engine(model, device, tempfile.mkdtemp(dir=folder)) if rollout else None
+    own = str(Path(folder, f"model_{rank}"))
+    Path(own).mkdir()
+    engine = rollout_engine(model, device, own, infer_tp) if rollout else None
     local = {
         name: torch.randn(parameter.local_shape(tp), dtype=dtypes[name], device=device.current())
         for name, parameter in plan.owned.items()
@@ -150,7 +162,7 @@ def measure(
         for parameter in parameter_table(model)
         for name, shape in zip(parameter.hf_names, parameter.hf_shapes, strict=True)
     }
-    group = dist.group.WORLD if tp * pp > 1 else None
+    group = dist.group.WORLD if tp * pp > 1 else None  # data-parallel ranks have all that they need
     groups = Groups(pipeline=group if pp > 1 else None, tensor=group if tp > 1 else None, replica=group)
 
     def export() -> None:
@@ -161,15 +173,15 @@ def measure(
         for name, tensor in weights:
             kept[name].copy_(tensor)
 
-    seconds = fastest(device, export, tp * pp > 1)
+    seconds = fastest(device, export, world > 1)
     device.reset_peak_memory()
     before = device.memory_allocated()
     export()
     extra = device.max_memory_allocated() - before
-    limit = fastest(device, limit_of(device, plan, kept), tp * pp > 1)
+    limit, bare = (fastest(device, limit_of(device, plan, kept, copied), world > 1) for copied in (True, False))
     if rank == 0:
         total = sum(tensor.nbytes for tensor in kept.values())
-        Path(folder, "found").write_text(f"{total} {seconds} {limit} {plan.peak_bytes} {extra}")
+        Path(folder, "found").write_text(f"{total} {seconds} {limit} {bare} {plan.peak_bytes} {extra}")
     dist.barrier()
     os._exit(0)  # vLLM's threads must not hold up the end
 
@@ -186,12 +198,12 @@ def main() -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     records = []
     for model, name in itertools.product(args.models, args.layouts):
-        tp, pp = LAYOUTS[name]
+        tp, pp, dp, infer_tp = LAYOUTS[name]
         with tempfile.TemporaryDirectory() as folder:
-            arguments = (args.device, model, tp, pp, args.bucket_mb, args.rollout, folder)
-            mp.spawn(measure, arguments, nprocs=tp * pp)
-            total, seconds, limit, planned, extra = map(float, Path(folder, "found").read_text().split())
-        what = f"{model}, bfloat16, TP {tp}, PP {pp} to TP 1{', into vLLM' if args.rollout else ''}"
+            arguments = (args.device, model, name, args.bucket_mb, args.rollout, folder)
+            mp.spawn(measure, arguments, nprocs=tp * pp * dp)
+            total, seconds, limit, bare, planned, extra = map(float, Path(folder, "found").read_text().split())
+        what = f"{model}, bfloat16, TP {tp}, PP {pp}, DP {dp} to TP {infer_tp}{', into vLLM' if args.rollout else ''}"
         beside = "one copy" if tp * pp == 1 else "all-gather and copy" if tp > 1 else "broadcasts and copy"
         metric = f"reshard.{model}_{name}"
         records += [
@@ -206,10 +218,15 @@ def main() -> None:
                 note=f"{what}; buckets of {args.bucket_mb:g} MiB; limit: what the plan states",
             ),
         ]
-        if args.device == "cuda" and name in SUMMARY and model == args.models[-1]:
-            records.append(Record(SUMMARY[name], seconds / limit, "times", 3.0 if name == "one" else 2.0, note=what))
+        if tp * pp > 1:
+            note = f"{what}; beside {beside.removesuffix(' and copy')} alone"
+            records.append(Record(f"{metric}_vs_collective", seconds / bare, "times", 1.0, note=note))
+        if args.device == "cuda" and name in SUMMARY and model == "qwen25_7b":
+            metric, aim = SUMMARY[name]
+            records.append(Record(metric, seconds / (limit if name == "one" else bare), "times", aim, note=what))
     hardware = cpu_name() if args.device == "cpu" else torch.cuda.get_device_name()
-    publish(f"resharding{'_rollout' if args.rollout else ''}-{args.device}", records, hardware)
+    kind = f"resharding{'_rollout' if args.rollout else ''}-{args.device}"
+    publish(kind, records, hardware, keep_others=True)
 
 
 if __name__ == "__main__":
