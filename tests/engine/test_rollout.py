@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from support.families import make_family
+from support.fresh_engine import fresh_parameters, parameters
 from support.ranks import run_ranks
 from transformers import AutoModelForCausalLM
 
@@ -75,24 +76,6 @@ def rollout(rank: int, folder: str, train: dict[str, int], infer_tp: int, temper
         "greedy_alone": [alone[row] for row in range(len(PROMPTS))],
         "parameters": engine.llm.collective_rpc(parameters)[0],
     }
-
-
-def parameters(worker: Any) -> dict[str, torch.Tensor]:
-    """This rank's part of vLLM's own weights, as its kernels use them."""
-    return {name: tensor.clone() for name, tensor in worker.model_runner.model.named_parameters()}
-
-
-class FreshlyLoaded(VllmEngine):
-    def _arguments(self, model_folder: str, seed: int) -> dict[str, Any]:
-        return {**super()._arguments(model_folder, seed), "load_format": "auto"}
-
-
-def fresh_parameters(rank: int, folder: str, infer_tp: int) -> dict[str, torch.Tensor]:
-    cfg = GenerateConfig(infer_tensor_parallel_size=infer_tp, dtype="float32", max_model_len=64)
-    found: dict[str, torch.Tensor] = FreshlyLoaded(cfg, folder, CpuDevice(), 1, STOP).llm.collective_rpc(parameters)[
-        0
-    ]
-    return found
 
 
 @pytest.fixture(scope="module")

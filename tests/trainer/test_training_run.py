@@ -17,6 +17,8 @@ from transformers import AutoModelForCausalLM
 from cli.convert_checkpoint import mcore_to_hf
 from cli.train_grpo import main
 from mindspeed_rl.checkpoint.hf import HFWeights
+from tests.support.fresh_engine import fresh_parameters
+from tests.support.ranks import run_ranks
 from tests.support.runs import ROOT, command, run, started, training
 
 SAME_IN_FLOAT32 = 2e-5  # other kernels or another order of summation, after few steps of lr 1e-3
@@ -121,6 +123,10 @@ def test_a_killed_worker_ends_the_run_and_costs_nothing(
     converted, loaded = HFWeights(tmp_path / "converted"), AutoModelForCausalLM.from_pretrained(checkpoint / "hf")
     assert set(converted.names) <= set(loaded.state_dict())
     assert all(torch.equal(converted.tensor(name), loaded.state_dict()[name]) for name in converted.names)
+    in_vllm = run_ranks(1, fresh_parameters, str(checkpoint / "hf"), 1)[0]
+    for name in converted.names:
+        if "norm" in name or "embed" in name:  # the others are joined, and packed for kernels
+            assert torch.equal(in_vllm[name], converted.tensor(name)), name
 
 
 def test_interrupting_a_run_leaves_nothing_behind(inputs: Path, tmp_path: Path) -> None:
