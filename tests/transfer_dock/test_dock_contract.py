@@ -434,32 +434,38 @@ def test_a_snapshot_restores_into_a_new_dock(make_dock):
     assert got["response"][1].tolist() == [100]
 
 
-def test_many_producers_and_consumers_see_every_row_once(make_dock):
-    dock = make_dock(guarantee_order=False)
+@pytest.mark.parametrize("keep_order", [False, True])
+def test_many_producers_and_consumers_see_every_row_once(make_dock, keep_order):
+    dock = make_dock(guarantee_order=keep_order)
     rows = 40
     dock.begin(0, rows // 2, 2, 8)
     dock.put(0, range(rows), {"prompt": prompts(rows // 2), "log_probs": [torch.ones(1)] * rows})
-    seen = {"update": [], "reward": []}
+    seen = {("update", 0): [], ("update", 1): [], ("reward", 0): [], ("reward", 1): []}
 
     def produce(part):
         for row in part:
             dock.put(0, [int(row)], {"response": responses([int(row)]), "label": [int(row)]})
             dock.put(0, [int(row)], {"reward": [float(row)]})
 
-    def consume(consumer, share, column):
+    def consume(consumer, share, column, number=0):
         while (claim := dock.claim(consumer, 0, 3, share, timeout=25)) is not None:
             got = dock.get(claim, ["response", column])
             assert [values.tolist() for values in got["response"]] == [r.tolist() for r in responses(claim.rows)]
-            seen[consumer] += [int(value) for value in got[column]]
+            seen[consumer, share or number] += [int(value) for value in got[column]]
             dock.ack(claim)
 
     parts = np.array_split(np.random.default_rng(0).permutation(rows), 3)
     work = [lambda part=part: produce(part) for part in parts]
     work += [lambda share=share: consume("update", share, "reward") for share in (0, 1)]
-    work += [lambda: consume("reward", 0, "label")] * 2
+    work += [lambda number=number: consume("reward", 0, "label", number) for number in (0, 1)]
     for join in [run(one) for one in work]:
         assert join()[0] is None
-    assert sorted(seen["update"]) == sorted(seen["reward"]) == list(range(rows))
+    for consumer in ("update", "reward"):
+        assert sorted(seen[consumer, 0] + seen[consumer, 1]) == list(range(rows))
+    if keep_order:  # whoever comes first
+        assert all(rows_of == sorted(rows_of) for rows_of in seen.values())
+        halves = [[row for row in range(rows) if row % 8 // 4 == share] for share in (0, 1)]
+        assert [seen["update", share] for share in (0, 1)] == halves
 
 
 def test_packed_values_are_taken_as_they_lie(make_dock):
