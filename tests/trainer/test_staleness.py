@@ -11,6 +11,9 @@ from typing import Any
 import psutil
 import pytest
 
+from mindspeed_rl.config.compose import load_config
+from mindspeed_rl.config.layout import derive_layout
+from mindspeed_rl.workers.stages import dock_spec
 from tests.support.runs import command, run, spans, started
 
 STEPS, SAVED = 12, 6
@@ -24,6 +27,13 @@ STALE = (
     f"megatron_training.save_interval={SAVED}",
     "generate_config.max_num_seqs=8",  # few at once: generation takes long enough to be seen beside training
 )
+
+
+@pytest.mark.parametrize("staleness", [0, 1, 3])
+def test_the_dock_is_told_the_bound(staleness: int) -> None:
+    config, _ = load_config("grpo_trainer_tiny_cpu", [*STALE, f"rl_config.staleness={staleness}"])
+    consumers = dock_spec(config, derive_layout(config)).consumers
+    assert consumers["rollout"].max_staleness == staleness
 
 
 @pytest.fixture(scope="module")
