@@ -92,6 +92,7 @@ LAYOUTS = [
     layout(4, max_tokens=CAP, **{PP: 2}),
     layout(1, 4, **RECOMPUTED),
     layout(1, 4, recompute_granularity="selective"),
+    layout(2, 4, **{TP: 2}, sequence_parallel=True, **{**RECOMPUTED, "recompute_method": "block"}),
 ]
 
 
@@ -99,6 +100,7 @@ LAYOUTS = [
 DEEP_LAYOUTS = [
     layout(2, 3, **{PP: 2, VPP: 1}),  # 3 micro-batches: an empty one is added
     layout(4, 2, **{PP: 2, VPP: 1}, overlap_grad_reduce=True, overlap_param_gather=True),
+    layout(2, 2, **{PP: 2, VPP: 1}, **RECOMPUTED),
     layout(2, **{PP: 2}, num_layer_list="3,1"),
     layout(2, **{PP: 2}, noop_layers="1,3"),
 ]
