@@ -12,6 +12,7 @@ Requests are as `VllmEngine` makes them: text prompts, no grammar, no adapter.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -44,9 +45,10 @@ class DecodeScheduler(AsyncScheduler):
             and not (self.use_pp or self.lora_config or self.num_spec_tokens or self.connector or self.ec_connector)
         )
 
-    def tokens(self, name: str) -> list[int]:
-        """What a request that has not ended has got so far."""
-        return list(self.requests[name]._output_token_ids)
+    def tokens(self, name: str) -> Sequence[int]:
+        """What a request that has not ended has got so far: its own list."""
+        found: Sequence[int] = self.requests[name]._output_token_ids
+        return found
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         """The next step: one token of every running request, or what vLLM makes of prompts that there is room for."""

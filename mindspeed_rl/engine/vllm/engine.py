@@ -134,7 +134,7 @@ class VllmEngine:
     def unfinished(self) -> dict[int, int]:
         """Rows in generation, and how many tokens each has got so far; without greedy responses."""
         running = self._running.items()
-        return {request.row: len(self._tokens(name)) for name, request in running if not request.greedy}
+        return {request.row: len(self._seen(name)) for name, request in running if not request.greedy}
 
     def interrupt(self) -> list[Generation]:
         """Stop generating: what there is of all unfinished responses, possibly no token."""
@@ -143,10 +143,11 @@ class VllmEngine:
         self.llm.llm_engine.abort_request(names)
         return stopped
 
-    def _tokens(self, name: str) -> list[int]:
-        """What there is of a response."""
+    def _seen(self, name: str) -> Sequence[int]:
+        """What there is of a response: the engine's own list, which grows."""
         if name in self._outputs:
-            return list(self._outputs[name].outputs[0].token_ids)
+            found: Sequence[int] = self._outputs[name].outputs[0].token_ids
+            return found
         return self._scheduler.tokens(self._engine_names[name]) if self._scheduler else []
 
     def _log_probs(self, name: str) -> list[float]:
@@ -162,7 +163,7 @@ class VllmEngine:
 
     def _end(self, name: str) -> Generation:
         """What there is of a response that goes no further."""
-        request, tokens = self._running.pop(name), self._tokens(name)
+        request, tokens = self._running.pop(name), list(self._seen(name))
         has_log_probs = self.cfg.sampling_config.logprobs and not request.greedy
         log_probs = self._log_probs(name) if has_log_probs else None
         assert log_probs is None or len(log_probs) == len(tokens), "each token has a log-prob"
