@@ -126,7 +126,8 @@ def test_a_killed_worker_ends_the_run_and_costs_nothing(
     in_vllm = run_ranks(1, fresh_parameters, str(checkpoint / "hf"), 1)[0]
     for name in converted.names:
         if "norm" in name or "embed" in name:  # the others are joined, and packed for kernels
-            assert torch.equal(in_vllm[name], converted.tensor(name)), name
+            expected = converted.tensor(name)
+            assert torch.equal(in_vllm[name][: len(expected)], expected), name  # vocabularies are padded there
 
 
 def test_interrupting_a_run_leaves_nothing_behind(inputs: Path, tmp_path: Path) -> None:
