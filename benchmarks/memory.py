@@ -107,6 +107,7 @@ def configuration(device: str, world: int, overrides: tuple[str, ...]) -> Config
             f"megatron_training.model={preset}",
             f"actor_config.model={preset}",
             f"device={device}",
+            "actor_config.load=unused",
             f"megatron_training.seq_length={length}",
             f"megatron_training.bf16={str(device != 'cpu').lower()}",
             f"rl_config.actor_resource.num_npus={world}",
