@@ -14,7 +14,6 @@ import os
 import statistics
 import tempfile
 import time
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -23,11 +22,11 @@ import torch.distributed as dist
 from memory import RandomWeights, configuration
 from records import Record, cpu_name, publish
 from resharding import rollout_engine
+from training import loss
 
-from mindspeed_rl.common.metric import MetricSet
 from mindspeed_rl.config.files import resolve_model
 from mindspeed_rl.device.select import make_device
-from mindspeed_rl.engine.base import GenerationRequest, TokenOutputs
+from mindspeed_rl.engine.base import GenerationRequest
 from mindspeed_rl.types import RolloutBatch
 
 PROMPT, RESPONSE, SEQUENCES = 16, 16, 8
@@ -42,12 +41,6 @@ def in_use(device: Any) -> tuple[float, float]:
         return host, host
     free, total = torch.cuda.mem_get_info()
     return (total - free) / 2**20, host
-
-
-def loss(_: RolloutBatch, outputs: TokenOutputs) -> tuple[torch.Tensor, MetricSet]:
-    """Of the log-probs alone."""
-    assert outputs.log_probs is not None
-    return -outputs.log_probs.mean(), MetricSet()
 
 
 class Cycle:
@@ -116,7 +109,7 @@ def main() -> None:
     parser.add_argument("--switches", type=int, default=200)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        cycle = Cycle(args.device, args.model, str(Path(folder)))
+        cycle = Cycle(args.device, args.model, folder)
         seconds, memory = [], []
         for _ in range(args.switches):
             seconds.append(cycle.run())
