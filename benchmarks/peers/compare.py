@@ -1,0 +1,70 @@
+"""The same step here and with TRL, one after the other on one GPU: `python benchmarks/peers/compare.py [--steps 4]`.
+
+See `trl_grpo.py` for what is alike and what is not. verl is not among them: it could not be installed where this ran.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+from records import Record, publish, train
+from step import CONFIG, PROMPT, RESPONSE, SAMPLES, VERIFIER, make_model, make_prompts, overrides
+
+from mindspeed_rl.config.compose import load_config
+from mindspeed_rl.config.files import resolve_model
+
+COMPILED = 2  # steps that do not count
+STAGES = {"rollout_s": "timing/rollout", "step_s": "timing/all"}
+
+
+def main() -> None:
+    """Run both and publish."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--prompts", type=int, default=128)
+    parser.add_argument("--steps", type=int, default=4)
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        settings = overrides(args.prompts, args.steps, folder)
+        (folder / "verifier.py").write_text(VERIFIER)
+        make_prompts(args.prompts, folder / "data.jsonl")
+        cfg, _ = load_config(CONFIG, settings)
+        make_model(resolve_model(cfg), folder / "model")
+        own = train(CONFIG, folder / "out", *settings)[COMPILED:]
+        ours = {stage: statistics.median(step[key] for step in own) for stage, key in STAGES.items()}
+        trl = run_trl(folder, args.steps, cfg.generate_config.gpu_memory_utilization)
+    tokens, what = args.prompts * SAMPLES * (PROMPT + RESPONSE), f"{args.prompts} x {SAMPLES} x {PROMPT}+{RESPONSE}"
+    note = f"{cfg.actor.model}, {what} tokens; median of the steps after {COMPILED}; peer: TRL"
+    records = [
+        Record("peers.trl_step_ratio", trl["step_s"] / ours["step_s"], "times", note=note),
+        Record("peers.tokens_per_s", tokens / ours["step_s"], "tokens/s", peer=tokens / trl["step_s"], note=note),
+        *(Record(f"peers.{stage}", ours[stage], "s", peer=trl.get(stage), note=note) for stage in STAGES),
+    ]
+    publish("peers-cuda", records, torch.cuda.get_device_name())
+
+
+def run_trl(folder: Path, steps: int, memory: float) -> dict[str, float]:
+    """Medians of its stages."""
+    if importlib.util.find_spec("trl") is None:
+        raise SystemExit("trl is not installed (it needs accelerate and datasets, too)")
+    output = folder / "trl.json"
+    numbers = {"samples": SAMPLES, "response": RESPONSE, "steps": steps, "memory": memory}
+    more = [f"--{key}={value}" for key, value in numbers.items()]
+    script = Path(__file__).with_name("trl_grpo.py")
+    subprocess.run([sys.executable, script, f"--folder={folder}", f"--output={output}", *more], check=True)
+    found = json.loads(output.read_text())["steps"][COMPILED:]
+    return {stage: statistics.median(step[stage] for step in found) for stage in found[0]}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,120 @@
+"""The step of `benchmarks/step.py` with TRL's GRPOTrainer and vLLM in the same process: run by `compare.py`.
+
+Needs `trl`, `accelerate` and `datasets` beside vLLM. What is done alike: model, prompts, 8 responses of full length
+for each, KL to a reference of weight 0.001, one update of all samples a step, bfloat16, vLLM with sleep mode and as
+much of the memory, no recomputation. What is TRL's own: attention by torch (`sdpa`), as no flash attention is there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+os.environ.update(HF_HUB_OFFLINE="1", RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="localhost")
+os.environ.setdefault("MASTER_PORT", "29503")
+
+import torch
+from datasets import Dataset
+from transformers import AutoTokenizer, TrainerCallback
+from trl import GRPOConfig, GRPOTrainer
+
+MICRO_BATCH = 16  # sequences; more did not fit with gradients and logits of all tokens
+
+
+class Clock(TrainerCallback):
+    """Seconds of every step, and of what was watched in it."""
+
+    def __init__(self) -> None:
+        self.steps: list[dict[str, float]] = []
+        self._parts: dict[str, float] = {}
+        self._start = 0.0
+
+    def watch(self, owner: Any, name: str, part: str) -> None:
+        """Count the time of a method."""
+        method: Callable[..., Any] = getattr(owner, name)
+
+        def timed(*given: Any, **named: Any) -> Any:
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            found = method(*given, **named)
+            torch.cuda.synchronize()
+            self._parts[part] = self._parts.get(part, 0.0) + time.perf_counter() - start
+            return found
+
+        setattr(owner, name, timed)
+
+    def on_step_begin(self, *_: Any, **__: Any) -> None:
+        """See `TrainerCallback`."""
+        torch.cuda.synchronize()
+        self._start = time.perf_counter()
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        """See `TrainerCallback`."""
+        torch.cuda.synchronize()
+        self.steps.append({"step_s": time.perf_counter() - self._start, **self._parts})
+        self._parts = {}
+
+
+def parity(completions: list[str], **_: Any) -> list[float]:
+    """The same reward as in `step.py`."""
+    return [float(len(completion) % 2) for completion in completions]
+
+
+def main() -> None:
+    """Run; writes what it has found."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--folder", type=Path, required=True, help="with model/ and data.jsonl")
+    parser.add_argument("--samples", type=int, required=True, help="of each prompt")
+    parser.add_argument("--response", type=int, required=True, help="tokens")
+    parser.add_argument("--steps", type=int, required=True)
+    parser.add_argument("--memory", type=float, required=True, help="share of the device for vLLM")
+    parser.add_argument("--output", type=Path, required=True)
+    args = parser.parse_args()
+    rows = [json.loads(line) for line in (args.folder / "data.jsonl").read_text().splitlines()]
+    prompts = Dataset.from_list([{"prompt": row["prompt"]} for row in rows * args.steps])
+    model = str(args.folder / "model")
+    settings = GRPOConfig(
+        output_dir=str(args.folder / "trl"),
+        use_vllm=True,
+        vllm_mode="colocate",
+        vllm_gpu_memory_utilization=args.memory,
+        vllm_enable_sleep_mode=True,
+        num_generations=args.samples,
+        max_completion_length=args.response,
+        per_device_train_batch_size=MICRO_BATCH,
+        gradient_accumulation_steps=len(rows) * args.samples // MICRO_BATCH,
+        max_steps=args.steps,
+        beta=0.001,
+        learning_rate=1e-6,
+        temperature=1.0,
+        bf16=True,
+        gradient_checkpointing=False,
+        logging_steps=1,
+        report_to="none",
+        save_strategy="no",
+        generation_kwargs={"ignore_eos": True, "min_tokens": args.response},
+        model_init_kwargs={"dtype": "bfloat16", "attn_implementation": "sdpa"},
+    )
+    tokenizer = AutoTokenizer.from_pretrained(model, padding_side="left")
+    trainer = GRPOTrainer(
+        model=model, reward_funcs=parity, args=settings, train_dataset=prompts, processing_class=tokenizer
+    )
+    clock = Clock()
+    clock.watch(trainer, "_generate_and_score_completions", "rollout_and_scoring_s")
+    if hasattr(trainer, "vllm_generation"):
+        clock.watch(trainer.vllm_generation, "generate", "rollout_s")
+        clock.watch(trainer.vllm_generation, "sync_weights", "switch_s")
+    trainer.add_callback(clock)
+    trainer.train()
+    found = {"steps": clock.steps, "peak_gb": torch.cuda.max_memory_allocated() / 1e9}
+    args.output.write_text(json.dumps(found))
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
