@@ -98,10 +98,12 @@ def main() -> None:
     stages = {name for step in found for name in step if name.startswith("timing/") and name != "timing/all"}
     seconds = {name: statistics.median(step[name] for step in found if name in step) for name in stages}
     whole = statistics.median(step["timing/all"] for step in found)
+    peak = max(step["memory/device_peak"] for step in found)
     worst = max(step["rollout/logprob_diff_max"] for step in found)
     records = [
         Record("cuda.step_s", whole, "s", note=note),
         Record("cuda.step_tokens_per_s", tokens / whole, "tokens/s", note=note),
+        Record("cuda.step_peak_gb", peak * 2**30 / 1e9, "GB", note=f"{what}; KV cache and all"),
         Record("cuda.switch_share", sum(seconds.get(name, 0.0) for name in SWITCH) / whole, "", note=note),
         *(
             Record(f"cuda.step_{name.removeprefix('timing/')}_s", seconds[name], "s", note=note)

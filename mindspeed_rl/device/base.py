@@ -101,6 +101,9 @@ class Device(Protocol):
     def reset_peak_memory(self) -> None:
         """Start a new peak-memory measurement."""
 
+    def free_memory(self) -> int:
+        """Bytes on the device that no process has taken (on cpu: of the host)."""
+
     def total_memory(self) -> int:
         """Bytes on the device (on cpu: of the host)."""
 

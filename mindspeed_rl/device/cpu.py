@@ -62,6 +62,9 @@ class CpuDevice:
         with open("/proc/self/clear_refs", "w") as file:
             file.write("5")  # 5: reset the peak resident set (man 5 proc)
 
+    def free_memory(self) -> int:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+
     def total_memory(self) -> int:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 

@@ -63,6 +63,9 @@ class CudaDevice:
     def reset_peak_memory(self) -> None:
         torch.cuda.reset_peak_memory_stats()
 
+    def free_memory(self) -> int:
+        return torch.cuda.mem_get_info()[0]
+
     def total_memory(self) -> int:
         return torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
 

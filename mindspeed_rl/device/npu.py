@@ -67,6 +67,9 @@ class NpuDevice:
     def reset_peak_memory(self) -> None:
         _npu().reset_peak_memory_stats()
 
+    def free_memory(self) -> int:
+        return int(_npu().mem_get_info()[0])
+
     def total_memory(self) -> int:
         return int(_npu().get_device_properties(_npu().current_device()).total_memory)
 

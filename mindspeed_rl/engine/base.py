@@ -133,6 +133,8 @@ class TrainingEngine(Protocol):
 class GenerationEngine(Protocol):
     """Rollout on this rank's shard of the generation layout."""
 
+    asleep_bytes: int  # of device memory that is given back while the engine sleeps; 0 while all of it is awake
+
     def generate(self, requests: Sequence[GenerationRequest]) -> Iterator[list[Generation]]:
         """Yield after every engine step, with the responses that it finished (possibly none)."""
 

@@ -113,9 +113,7 @@ METRICS: dict[str, MetricInfo] = {
     "throughput/generated": MetricInfo("mean", "tokens/s/device", "response tokens over rollout's time", "vllm_tps"),
     "throughput/longest_sample": MetricInfo("mean", "tokens/s", "longest response over the time of rollout"),
     "throughput/mfu": MetricInfo("mean", "", "model FLOPs of the update over the devices' peak"),
-    "memory/device_peak": MetricInfo(
-        "max", "GiB", "largest peak of any device; on GPUs with what the rollout engine takes, also while it sleeps"
-    ),
+    "memory/device_peak": MetricInfo("max", "GiB", "largest peak of any device in the step"),
     "memory/host_peak": MetricInfo("max", "GiB", "largest peak of any rank's process"),
 }
 

@@ -8,6 +8,7 @@ import resource
 import socket
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import cached_property
 
 import ray
 import torch.distributed as dist
@@ -32,7 +33,7 @@ class WorkerReport:
     rank: int  # its number in the run
     spans: list[Span]
     metrics: MetricSet = field(default_factory=MetricSet)
-    peak_memory_bytes: int = 0  # on the device, since the run started
+    peak_memory_bytes: int = 0  # on the device, since the step started
     peak_host_bytes: int = 0  # of this process
     peak_flops: float | None = None  # of the device at the training precision, where known
 
@@ -49,6 +50,32 @@ class Source:
     critic_weights: str | None = None  # what the critic starts from, if not from `weights`
 
 
+class PeakMemory:
+    """Largest memory in use on the device in a step.
+
+    Torch counts what a sleeping rollout engine has given back as in use: it is taken off while the engine sleeps.
+    """
+
+    def __init__(self, device: Device):
+        self._device, self._peak, self._asleep = device, 0, 0
+
+    @property
+    def nbytes(self) -> int:
+        """Since the last reset."""
+        return max(self._peak, self._device.max_memory_allocated() - self._asleep)
+
+    def reset(self) -> None:
+        """A step starts."""
+        self._peak = 0
+        self._device.reset_peak_memory()
+
+    def asleep(self, nbytes: int) -> None:
+        """From now on, so much of what torch counts is not there."""
+        self._peak = self.nbytes
+        self._device.reset_peak_memory()
+        self._asleep = nbytes
+
+
 @dataclass(frozen=True)
 class Context:
     """A worker's place in the run. Ranks are counted within a world (the ranks that share collectives)."""
@@ -59,6 +86,11 @@ class Context:
     layout: Layout
     device: Device
     dock: TransferDock
+
+    @cached_property
+    def memory(self) -> PeakMemory:
+        """Of this rank's device."""
+        return PeakMemory(self.device)
 
     @property
     def stage_seconds(self) -> float:
@@ -76,7 +108,7 @@ class Context:
             self.number,
             timings.spans,
             metrics or MetricSet(),
-            peak_memory_bytes=self.device.max_memory_allocated(),
+            peak_memory_bytes=self.memory.nbytes,
             peak_host_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,  # Linux counts KiB
             peak_flops=self.device.peak_flops(self.config.actor.bf16),
         )

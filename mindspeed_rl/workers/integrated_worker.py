@@ -35,7 +35,7 @@ class IntegratedWorker(TrainingWorker):
         self.cell = ControlGroup(self.layout.cells(), self.rank, self.context.collective_minutes)
         # rollout first: vLLM measures free memory, which is all there at this point
         self.rollout = Rollout(self.context, vllm_engine(self.context, source.hf_folder, stop_tokens))
-        self.rollout.engine.sleep()
+        self._sleep()
         self.rollout_parts: set[Part] = set()  # those that are on the device
         self.training = Training(self.context, self.model, source)
         self._leave(("reference",))
@@ -47,7 +47,7 @@ class IntegratedWorker(TrainingWorker):
         version: iterations that they were trained on; rollout is of the next one.
         """
         timings = Timings(version)
-        self.context.device.reset_peak_memory()  # a step starts here
+        self.context.memory.reset()  # a step starts here
         self.enter("resharding", timings)
         if self.config.generate_config.validate_weight:
             with timings("validate_weight"):
@@ -89,14 +89,19 @@ class IntegratedWorker(TrainingWorker):
             elif part not in self.rollout_parts:
                 self.rollout.engine.wake_up({"rollout_weights": "weights"}.get(part, part))
                 self.rollout_parts.add(part)
+                self.context.memory.asleep(self.rollout.engine.asleep_bytes)
 
     def _leave(self, parts: Sequence[Part]) -> None:
         if self.rollout_parts.intersection(parts):
-            self.rollout.engine.sleep()
+            self._sleep()
             self.rollout_parts.clear()
         for part in parts:
             if part not in ROLLOUT and may_leave(self.config, part):
                 self.training.offload(part)
+
+    def _sleep(self) -> None:
+        self.rollout.engine.sleep()
+        self.context.memory.asleep(self.rollout.engine.asleep_bytes)
 
     @profiled("rollout")
     def generate(self, iteration: int, wave: int) -> WorkerReport:

@@ -34,7 +34,7 @@ class RolloutWorker(Worker):
         before that: what is newest then is new enough.
         """
         timings = Timings(iteration)
-        self.context.device.reset_peak_memory()
+        self.context.memory.reset()
         with timings.waiting("rollout"):
             claims = self.rollout.claim(iteration)
         self._take_weights(timings)

@@ -33,7 +33,7 @@ class TrainingWorker(Worker):
         object store, which takes one full copy of the weights. How long copies stay is up to the `WeightBoard`.
         """
         timings, refs, checksums = Timings(version), [], {}
-        self.context.device.reset_peak_memory()  # a step starts here
+        self.context.memory.reset()  # a step starts here
         with timings("export_weights"):
             weights = self.training.export_weights()
             if self.rank == 0:

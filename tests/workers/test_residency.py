@@ -5,8 +5,11 @@ from itertools import permutations
 from typing import Any
 
 import pytest
+import torch
 
 from mindspeed_rl.config.schema import Config
+from mindspeed_rl.device.cpu import CpuDevice
+from mindspeed_rl.workers.context import PeakMemory
 from mindspeed_rl.workers.residency import Step, may_leave, peak, steps
 
 NEEDS = {
@@ -119,3 +122,17 @@ def test_sizes_count_while_they_are_there() -> None:
     # gradients stay, as the configuration says
     assert peak([*moves, Step("onload", ("kv_cache",), "")], sizes, AFTER_UPDATE, cfg) == 2 + 4 + 2 + 9
     assert peak([*moves, Step("onload", ("kv_cache",), ""), "rollout"], sizes, AFTER_UPDATE, cfg) == 18
+
+
+def test_a_peak_leaves_out_what_is_asleep() -> None:
+    peak, size = PeakMemory(CpuDevice()), 64 << 20
+    peak.reset()
+    block = torch.ones(size, dtype=torch.uint8)
+    awake = peak.nbytes
+    peak.asleep(size)
+    assert peak.nbytes >= awake  # what it was before counts
+    peak.reset()
+    assert awake - peak.nbytes > size - (8 << 20)
+    peak.asleep(0)
+    assert awake - peak.nbytes < 8 << 20
+    assert block.sum() == size

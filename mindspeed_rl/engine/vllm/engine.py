@@ -54,7 +54,7 @@ class VllmEngine:
         _know_model_class(model_folder)
         self.cfg, self.device, self.interruptible = cfg, device, interruptible
         self.stop_tokens = [] if cfg.sampling_config.ignore_eos else list(stop_tokens)
-        self.can_sleep = device.rollout_can_sleep
+        self.can_sleep, self.asleep_bytes = device.rollout_can_sleep, 0
         loaders: dict[str, Any] = {"cpu": cpu.reload_weights, "npu": npu.load_weights}
         self._load_weights = loaders.get(device.name) or DirectLoader().load
         self._running: dict[str, GenerationRequest] = {}  # by our name of it
@@ -188,13 +188,23 @@ class VllmEngine:
     def sleep(self) -> None:
         """Give device memory (weights, KV cache) back."""
         if self.can_sleep:
-            self.llm.sleep(level=2)
+            with self._memory_counted():
+                self.llm.sleep(level=2)
 
     def wake_up(self, part: str) -> None:
         """Take memory for `part`: "weights" or "kv_cache"."""
         if self.can_sleep:
-            self.device.empty_cache()  # vLLM asks the device itself, which torch may hold all of since an update
-            self.llm.wake_up(tags=[part])
+            with self._memory_counted():
+                self.llm.wake_up(tags=[part])
+
+    @contextmanager
+    def _memory_counted(self) -> Iterator[None]:
+        """What becomes free on the device meanwhile is asleep, what is taken no longer is."""
+        # vLLM asks the device itself, which torch may hold all of since an update; nor shall its cache be counted
+        self.device.empty_cache()
+        free = self.device.free_memory()
+        yield
+        self.asleep_bytes += self.device.free_memory() - free
 
 
 @contextmanager
