@@ -18,13 +18,19 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 from records import Record, publish, train
-from step import CONFIG, PROMPT, RESPONSE, SAMPLES, VERIFIER, make_model, make_prompts, overrides
+from step import CONFIG, PROMPT, RESPONSE, SAMPLES, SWITCH, VERIFIER, make_model, make_prompts, overrides
 
 from mindspeed_rl.config.compose import load_config
 from mindspeed_rl.config.files import resolve_model
 
 COMPILED = 2  # steps that do not count
-STAGES = {"rollout_s": "timing/rollout", "step_s": "timing/all"}
+STAGES: dict[str, tuple[str, ...]] = {
+    "step_s": ("timing/all",),
+    "rollout_s": ("timing/rollout",),
+    "scoring_s": ("timing/reference_model",),
+    "update_s": ("timing/update",),
+    "switch_s": SWITCH,
+}
 
 
 def main() -> None:
@@ -40,15 +46,23 @@ def main() -> None:
         make_prompts(args.prompts, folder / "data.jsonl")
         cfg, _ = load_config(CONFIG, settings)
         make_model(resolve_model(cfg), folder / "model")
-        own = train(CONFIG, folder / "out", *settings)[COMPILED:]
-        ours = {stage: statistics.median(step[key] for step in own) for stage, key in STAGES.items()}
-        trl = run_trl(folder, args.steps, cfg.generate_config.gpu_memory_utilization)
+        with DeviceMemory() as memory:
+            own = train(CONFIG, folder / "out", *settings)[COMPILED:]
+        ours = {
+            stage: statistics.median(sum(step.get(key, 0.0) for key in keys) for step in own)
+            for stage, keys in STAGES.items()
+        }
+        with DeviceMemory() as peer_memory:
+            trl = run_trl(folder, args.steps, cfg.generate_config.gpu_memory_utilization)
     tokens, what = args.prompts * SAMPLES * (PROMPT + RESPONSE), f"{args.prompts} x {SAMPLES} x {PROMPT}+{RESPONSE}"
     note = f"{cfg.actor.model}, {what} tokens; median of the steps after {COMPILED}; peer: TRL"
     records = [
         Record("peers.trl_step_ratio", trl["step_s"] / ours["step_s"], "times", note=note),
         Record("peers.tokens_per_s", tokens / ours["step_s"], "tokens/s", peer=tokens / trl["step_s"], note=note),
-        *(Record(f"peers.{stage}", ours[stage], "s", peer=trl.get(stage), note=note) for stage in STAGES),
+        *(Record(f"peers.{stage}", ours[stage], "s", peer=trl[stage], note=note) for stage in STAGES),
+        Record(
+            "peers.peak_gb", memory.peak / 1e9, "GB", peer=peer_memory.peak / 1e9, note=f"{note}; taken, caches too"
+        ),
     ]
     publish("peers-cuda", records, torch.cuda.get_device_name())
 
@@ -62,8 +76,11 @@ def run_trl(folder: Path, steps: int, memory: float) -> dict[str, float]:
     more = [f"--{key}={value}" for key, value in numbers.items()]
     script = Path(__file__).with_name("trl_grpo.py")
     subprocess.run([sys.executable, script, f"--folder={folder}", f"--output={output}", *more], check=True)
-    found = json.loads(output.read_text())["steps"][COMPILED:]
-    return {stage: statistics.median(step[stage] for step in found) for stage in found[0]}
+    found = json.loads(output.read_text())
+    steps = found["steps"][COMPILED:]
+    return {stage: statistics.median(step[stage] for step in steps) for stage in STAGES} | {
+        "peak_gb": found["peak_gb"]
+    }
 
 
 if __name__ == "__main__":

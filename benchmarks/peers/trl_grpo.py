@@ -3,6 +3,7 @@
 Needs `trl`, `accelerate` and `datasets` beside vLLM. What is done alike: model, prompts, 8 responses of full length
 for each, KL to a reference of weight 0.001, one update of all samples a step, bfloat16, vLLM with sleep mode and as
 much of the memory, no recomputation. What is TRL's own: attention by torch (`sdpa`), as no flash attention is there.
+vLLM's way to sleep counts as rollout. Torch's peak is that of TRL's own tensors and what vLLM has awake or asleep.
 """
 
 from __future__ import annotations
@@ -56,7 +57,12 @@ class Clock(TrainerCallback):
     def on_step_end(self, *_: Any, **__: Any) -> None:
         """See `TrainerCallback`."""
         torch.cuda.synchronize()
-        self.steps.append({"step_s": time.perf_counter() - self._start, **self._parts})
+        whole, parts = time.perf_counter() - self._start, self._parts
+        rollout, switch = parts["rollout_s"], parts.get("switch_s", 0.0)
+        scoring = parts["rollout_and_scoring_s"] - rollout - switch
+        update = whole - parts["rollout_and_scoring_s"]
+        stages = {"rollout_s": rollout, "switch_s": switch, "scoring_s": scoring, "update_s": update}
+        self.steps.append({"step_s": whole, **stages})
         self._parts = {}
 
 
@@ -106,9 +112,8 @@ def main() -> None:
     )
     clock = Clock()
     clock.watch(trainer, "_generate_and_score_completions", "rollout_and_scoring_s")
-    if hasattr(trainer, "vllm_generation"):
-        clock.watch(trainer.vllm_generation, "generate", "rollout_s")
-        clock.watch(trainer.vllm_generation, "sync_weights", "switch_s")
+    clock.watch(trainer.vllm_generation, "generate", "rollout_s")
+    clock.watch(trainer.vllm_generation, "sync_weights", "switch_s")
     trainer.add_callback(clock)
     trainer.train()
     found = {"steps": clock.steps, "peak_gb": torch.cuda.max_memory_allocated() / 1e9}
