@@ -12,6 +12,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -31,6 +32,24 @@ STAGES: dict[str, tuple[str, ...]] = {
     "update_s": ("timing/update",),
     "switch_s": SWITCH,
 }
+
+
+class DeviceMemory:
+    """The most bytes that all processes together had taken of the first GPU, looked at ten times a second."""
+
+    def __enter__(self) -> DeviceMemory:
+        self.peak, self._stop = 0, threading.Event()
+        self._thread = threading.Thread(target=self._watch)
+        self._thread.start()
+        return self
+
+    def _watch(self) -> None:
+        while not self._stop.wait(0.1):
+            self.peak = max(self.peak, torch.cuda.device_memory_used())
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
 
 
 def main() -> None:
@@ -76,11 +95,8 @@ def run_trl(folder: Path, steps: int, memory: float) -> dict[str, float]:
     more = [f"--{key}={value}" for key, value in numbers.items()]
     script = Path(__file__).with_name("trl_grpo.py")
     subprocess.run([sys.executable, script, f"--folder={folder}", f"--output={output}", *more], check=True)
-    found = json.loads(output.read_text())
-    steps = found["steps"][COMPILED:]
-    return {stage: statistics.median(step[stage] for step in steps) for stage in STAGES} | {
-        "peak_gb": found["peak_gb"]
-    }
+    found = json.loads(output.read_text())[COMPILED:]
+    return {stage: statistics.median(step[stage] for step in found) for stage in STAGES}
 
 
 if __name__ == "__main__":
