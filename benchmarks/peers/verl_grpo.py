@@ -113,12 +113,13 @@ def overrides(args: argparse.Namespace, own: Path, prompts: int, length: int) ->
     return given
 
 
-def read_steps(path: Path) -> tuple[list[dict[str, float]], float]:
-    """Seconds of every step's parts from what verl has logged, and the actor's peak memory (GB)."""
-    rows = [json.loads(line)["data"] for line in path.read_text().splitlines()]
+def read_steps(path: Path) -> list[dict[str, float]]:
+    """Seconds of every step's parts from what verl has logged."""
     steps = []
-    for row in rows:
+    for row in (json.loads(line)["data"] for line in path.read_text().splitlines()):
         timing = {key.removeprefix("timing_s/"): value for key, value in row.items() if key.startswith("timing_s/")}
+        if "step" not in timing:
+            continue
         steps.append(
             {
                 "rollout_s": timing["gen"],  # rewards, which come while generating, and vLLM's going to sleep, too
@@ -128,8 +129,7 @@ def read_steps(path: Path) -> tuple[list[dict[str, float]], float]:
                 "step_s": timing["step"],
             }
         )
-    peak = max((value for row in rows for key, value in row.items() if key.endswith("max_memory_allocated_gb")))
-    return steps, peak * 2**30 / 1e9
+    return steps
 
 
 def main() -> None:
@@ -166,8 +166,7 @@ def main() -> None:
     log = own / "steps.jsonl"
     environment = os.environ | {"VERL_FILE_LOGGER_PATH": str(log), "HF_HUB_OFFLINE": "1", "HYDRA_FULL_ERROR": "1"}
     subprocess.run([sys.executable, "-m", "verl.trainer.main_ppo", *given], check=True, env=environment)
-    steps, peak = read_steps(log)
-    args.output.write_text(json.dumps({"steps": steps, "peak_gb": peak}))
+    args.output.write_text(json.dumps(read_steps(log)))
 
 
 if __name__ == "__main__":
