@@ -118,15 +118,15 @@ def hf_config(model: ModelConfig) -> dict[str, Any]:
     }
 
 
-def rollout_engine(model: ModelConfig, device: Any, folder: str, tp: int = 1) -> Any:
-    """vLLM on this rank, or on `tp` neighbouring ones, with that model."""
+def rollout_engine(model: ModelConfig, device: Any, folder: str, tp: int = 1, length: int = 1024) -> Any:
+    """vLLM on this rank, or on `tp` neighbouring ones, with that model; `length`: tokens of a sequence."""
     from mindspeed_rl.engine.vllm.engine import VllmEngine
 
     Path(folder, "config.json").write_text(json.dumps(hf_config(model)))
     cfg = GenerateConfig(
         infer_tensor_parallel_size=tp,
         dtype="bfloat16",
-        max_model_len=min(1024, model.max_position_embeddings),
+        max_model_len=min(length, model.max_position_embeddings),
         max_num_seqs=8,
         enforce_eager=True,
         gpu_memory_utilization=0.5,

@@ -70,7 +70,7 @@ class Cycle:
             ),
         )
         model = resolve_model(cfg)
-        self.rollout = rollout_engine(model, self.device, folder)
+        self.rollout = rollout_engine(model, self.device, folder, length=length)
         self.rollout.sleep()
         initialize_parallel_state(cfg.actor)
         weights: Any = RandomWeights(model)
@@ -91,7 +91,7 @@ class Cycle:
         there = time.perf_counter() - start
         prompts = torch.randint(1, 15, (SEQUENCES, PROMPT))
         requests = [GenerationRequest(row, prompt, None) for row, prompt in enumerate(prompts)]
-        found = {each.row: each.tokens[:RESPONSE] for step in self.rollout.generate(requests) for each in step}
+        found = {each.row: each.tokens for step in self.rollout.generate(requests) for each in step}
         start = time.perf_counter()
         self.rollout.sleep()
         self.device.synchronize()

@@ -3,7 +3,6 @@
 Needs `trl`, `accelerate` and `datasets` beside vLLM. What is done alike: model, prompts, 8 responses of full length
 for each, KL to a reference of weight 0.001, one update of all samples a step, bfloat16, vLLM with sleep mode and as
 much of the memory, no recomputation. What is TRL's own: attention by torch (`sdpa`), as no flash attention is there.
-vLLM's way to sleep counts as rollout.
 """
 
 from __future__ import annotations
@@ -28,23 +27,28 @@ MICRO_BATCH = 16  # sequences; more did not fit with gradients and logits of all
 
 
 class Clock(TrainerCallback):
-    """Seconds of every step, and of what was watched in it."""
+    """Seconds of every step and of its stages; what a stage calls that is watched itself does not count for it."""
 
     def __init__(self) -> None:
         self.steps: list[dict[str, float]] = []
-        self._parts: dict[str, float] = {}
+        self._stages: dict[str, float] = {}
+        self._inner: list[float] = []  # seconds of what those now at work have called
         self._start = 0.0
 
-    def watch(self, owner: Any, name: str, part: str) -> None:
+    def watch(self, owner: Any, name: str, stage: str) -> None:
         """Count the time of a method."""
         method: Callable[..., Any] = getattr(owner, name)
 
         def timed(*given: Any, **named: Any) -> Any:
             torch.cuda.synchronize()
             start = time.perf_counter()
+            self._inner.append(0.0)
             found = method(*given, **named)
             torch.cuda.synchronize()
-            self._parts[part] = self._parts.get(part, 0.0) + time.perf_counter() - start
+            whole = time.perf_counter() - start
+            self._stages[stage] = self._stages.get(stage, 0.0) + whole - self._inner.pop()
+            if self._inner:
+                self._inner[-1] += whole
             return found
 
         setattr(owner, name, timed)
@@ -52,18 +56,13 @@ class Clock(TrainerCallback):
     def on_step_begin(self, *_: Any, **__: Any) -> None:
         """See `TrainerCallback`."""
         torch.cuda.synchronize()
-        self._start = time.perf_counter()
+        self._start, self._stages = time.perf_counter(), {}
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
         """See `TrainerCallback`."""
         torch.cuda.synchronize()
-        whole, parts = time.perf_counter() - self._start, self._parts
-        rollout, switch = parts["rollout_s"], parts.get("switch_s", 0.0)
-        scoring = parts["rollout_and_scoring_s"] - rollout - switch
-        update = whole - parts["rollout_and_scoring_s"]
-        stages = {"rollout_s": rollout, "switch_s": switch, "scoring_s": scoring, "update_s": update}
-        self.steps.append({"step_s": whole, **stages})
-        self._parts = {}
+        whole = time.perf_counter() - self._start
+        self.steps.append({"step_s": whole, **self._stages, "update_s": whole - sum(self._stages.values())})
 
 
 def parity(completions: list[str], **_: Any) -> list[float]:
@@ -111,9 +110,11 @@ def main() -> None:
         model=model, reward_funcs=parity, args=settings, train_dataset=prompts, processing_class=tokenizer
     )
     clock = Clock()
-    clock.watch(trainer, "_generate_and_score_completions", "rollout_and_scoring_s")
+    clock.watch(trainer, "_generate_and_score_completions", "scoring_s")
     clock.watch(trainer.vllm_generation, "generate", "rollout_s")
     clock.watch(trainer.vllm_generation, "sync_weights", "switch_s")
+    for name in ("wake_up", "sleep"):
+        clock.watch(trainer.vllm_generation.llm, name, "switch_s")
     trainer.add_callback(clock)
     trainer.train()
     args.output.write_text(json.dumps(clock.steps))
