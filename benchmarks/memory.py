@@ -1,12 +1,14 @@
 """What `--dry-run` says of an update's memory, beside the largest that a rank had in use: `[--device cuda]`.
 
 Random weights of a preset's shape, and one step of the optimizer (a second one is measured) on sequences of full
-length. On CPU what is in use is resident memory beyond what the libraries take.
+length; on CUDA scoring as well. On CPU what is in use is resident memory beyond what the libraries take, which keep
+what an update had for scoring.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import tempfile
 from pathlib import Path
@@ -34,35 +36,34 @@ RECOMPUTED = (
     "actor_config.recompute_method=uniform",
     "actor_config.recompute_num_layers=1",
 )
+
+
+def _sizes(sequences: int) -> tuple[str, ...]:
+    """Of the passes of training and of scoring."""
+    keys = ("actor_config.micro_batch_size", "rl_config.ref_forward_micro_batch_size")
+    return (*(f"{key}={sequences}" for key in keys), "rl_config.init_kl_coef=0.001")
+
+
+TP2 = ("actor_config.tensor_model_parallel_size=2", "actor_config.sequence_parallel=true")
 # device -> preset, sequence length, layouts: number of ranks and overrides
 CASES: dict[str, tuple[str, int, dict[str, tuple[int, tuple[str, ...]]]]] = {
     "cpu": (
         "qwen25_0b5",
         256,
         {
-            "one rank": (1, ("actor_config.micro_batch_size=2",)),
-            "DP 2, recomputed": (2, ("actor_config.micro_batch_size=4", *RECOMPUTED)),
-            "TP 2": (
-                2,
-                (
-                    "actor_config.micro_batch_size=4",
-                    "actor_config.tensor_model_parallel_size=2",
-                    "actor_config.sequence_parallel=true",
-                ),
-            ),
-            "PP 2": (2, ("actor_config.micro_batch_size=2", "actor_config.pipeline_model_parallel_size=2")),
+            "one rank": (1, _sizes(2)),
+            "DP 2, recomputed": (2, (*_sizes(4), *RECOMPUTED)),
+            "TP 2": (2, (*_sizes(4), *TP2)),
+            "PP 2": (2, (*_sizes(2), "actor_config.pipeline_model_parallel_size=2")),
         },
     ),
     "cuda": (
         "qwen25_1b5",
         1024,
         {
-            "one rank": (1, ("actor_config.micro_batch_size=8",)),
-            "one rank, recomputed": (1, ("actor_config.micro_batch_size=16", *RECOMPUTED)),
-            "one rank, selective": (
-                1,
-                ("actor_config.micro_batch_size=8", "actor_config.recompute_granularity=selective"),
-            ),
+            "one rank": (1, _sizes(8)),
+            "one rank, recomputed": (1, (*_sizes(16), *RECOMPUTED)),
+            "one rank, selective": (1, (*_sizes(8), "actor_config.recompute_granularity=selective")),
         },
     ),
 }
@@ -155,7 +156,12 @@ def measure(rank: int, device_name: str, world: int, overrides: tuple[str, ...],
     engine.train_mini_batch(batch, loss, passes, 1.0, entropy=True)  # the optimizer's state is made here
     device.reset_peak_memory()
     engine.train_mini_batch(batch, loss, passes, 1.0, entropy=True)
-    Path(folder, str(rank)).write_text(str(device.max_memory_allocated() - before))
+    peaks = [device.max_memory_allocated() - before]
+    if device_name != "cpu":
+        device.reset_peak_memory()
+        engine.score(batch, passes, 1.0)
+        peaks.append(device.max_memory_allocated() - before)
+    Path(folder, str(rank)).write_text(json.dumps(peaks))
     dist.barrier()
 
 
@@ -171,17 +177,21 @@ def main() -> None:
         estimate = estimate_memory(cfg, resolve_model(cfg), derive_layout(cfg))
         with tempfile.TemporaryDirectory() as folder:
             mp.spawn(measure, (device, world, overrides, folder), nprocs=world)
-            peaks = [int(Path(folder, str(rank)).read_text()) for rank in range(world)]
+            ranks = [json.loads(Path(folder, str(rank)).read_text()) for rank in range(world)]
+        state = estimate.weights + estimate.gradients + estimate.optimizer
+        estimated = {"update": estimate.training, "scoring": state + estimate.scoring}
         note = (
             f"{preset}, {name}, micro-batches of {cfg.actor.micro_batch_size} x {length} tokens: "
             f"weights {estimate.weights / GIB:.2f}, gradients {estimate.gradients / GIB:.2f}, optimizer "
             f"{estimate.optimizer / GIB:.2f}, activations {estimate.activations / GIB:.2f}, "
-            f"logits {estimate.logits / GIB:.2f}"
+            f"logits {estimate.logits / GIB:.2f}, scoring {estimate.scoring / GIB:.2f}"
         )
-        records += [
-            Record("memory.update_peak", max(peaks) / GIB, "GiB", estimate.training / GIB, note=note),
-            Record("memory.estimate_error", estimate.training / max(peaks) - 1, "", 0.0, note=f"{preset}, {name}"),
-        ]
+        for stage, peaks in zip(estimated, zip(*ranks, strict=True), strict=False):
+            error = estimated[stage] / max(peaks) - 1
+            records += [
+                Record(f"memory.{stage}_peak", max(peaks) / GIB, "GiB", estimated[stage] / GIB, note=note),
+                Record("memory.estimate_error", error, "", 0.0, note=f"{preset}, {name}, {stage}"),
+            ]
     worst = max((abs(r.value) for r in records if r.metric == "memory.estimate_error"), default=0.0)
     records.append(Record("memory.max_estimate_error", worst, "", 0.15, note="limit: what is allowed"))
     publish(f"memory-{device}", records, cpu_name() if device == "cpu" else torch.cuda.get_device_name())

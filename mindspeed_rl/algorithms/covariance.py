@@ -16,8 +16,6 @@ from torch import Tensor
 
 from mindspeed_rl.config.schema import RLConfig
 
-COV_LOSSES = ("clip_cov", "kl_cov")
-
 
 @dataclass(frozen=True)
 class Collectives:

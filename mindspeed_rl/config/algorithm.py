@@ -20,7 +20,8 @@ ADV_ESTIMATORS = (
     "reinforce_plus_plus_baseline",
     "gae",
 )
-LOSS_TYPES = ("ppo", "gspo", "cispo", "sapo", "gmpo", "clip_cov", "kl_cov")
+COV_LOSSES = ("clip_cov", "kl_cov")  # select tokens by covariance, over the whole mini-batch
+LOSS_TYPES = ("ppo", "gspo", "cispo", "sapo", "gmpo", *COV_LOSSES)
 KL_PENALTIES = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")  # estimators
 FULL_KL = "full"  # no estimate: the KL over the whole vocabulary
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from itertools import accumulate
 
-from mindspeed_rl.config.algorithm import FULL_KL
+from mindspeed_rl.config.algorithm import COV_LOSSES, FULL_KL
 from mindspeed_rl.config.schema import Config, MegatronConfig
 
 Chunks = tuple[tuple[range, ...], ...]
@@ -261,3 +261,60 @@ def updates_differ_from_samples(cfg: Config) -> bool:
     rl = cfg.rl_config
     several = rl.epochs > 1 or rl.mini_batch_size < cfg.actor.global_batch_size
     return several or tokens_may_be_stale(cfg) or not rl.recompute_logprobs
+
+
+def uses_reference(cfg: Config) -> bool:
+    """True if some term needs the reference model."""
+    return cfg.rl_config.init_kl_coef > 0
+
+
+def uses_reference_log_probs(cfg: Config) -> bool:
+    """True if its log-probs are needed; for the KL over the vocabulary the update runs the model itself."""
+    return uses_reference(cfg) and not uses_full_kl(cfg)
+
+
+def uses_old_log_probs(cfg: Config) -> bool:
+    """Whether they are computed in a pass of their own.
+
+    Not if every update starts from the policy that generated, as the training pass yields the same values then, nor
+    if those of rollout are taken instead.
+    """
+    rl = cfg.rl_config
+    if not rl.recompute_logprobs:
+        return False
+    needed_before = rl.use_kl_in_reward or rl.loss_type in COV_LOSSES
+    return needed_before or updates_differ_from_samples(cfg)
+
+
+def scored_stages(cfg: Config) -> tuple[str, ...]:
+    """Passes without gradients that an iteration needs, in their order."""
+    needed = {
+        "reference": uses_reference_log_probs(cfg),
+        "value": has_critic_model(cfg),
+        "old_log_prob": uses_old_log_probs(cfg) or shares_critic(cfg),  # last: the update needs the actor, too
+    }
+    return tuple(stage for stage, is_needed in needed.items() if is_needed)
+
+
+def scores_while_generating(cfg: Config) -> bool:
+    """Whether integrated workers compute log-probs of what is complete while other responses are being generated.
+
+    With filtered groups it is seldom known before the last of them which are trained on.
+    """
+    return not cfg.rl_config.blocking and not cfg.rl_config.filter_groups_enable
+
+
+def stages_beside_rollout(cfg: Config, layout: Layout) -> tuple[str, ...]:
+    """Those of `scored_stages` that run between two steps of rollout: nothing has to be moved for them."""
+    generate = cfg.generate_config
+    if not (layout.integrated and scores_while_generating(cfg)):
+        return ()
+    if layout.ep > 1:  # scoring is a pass of all ranks that share experts: none can take what it finds ready
+        return ()
+    away = {
+        "reference": generate.offload_reference,
+        # a first pass that gathers new weights is one of all ranks: none may begin it while others generate
+        "value": generate.offload_train_param or cfg.actor.overlap_param_gather,
+        "old_log_prob": generate.offload_train_param,
+    }
+    return tuple(stage for stage in scored_stages(cfg) if not away[stage])

@@ -6,9 +6,18 @@ All figures are bytes on the fullest device, under the largest pipeline stage. W
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-from mindspeed_rl.config.layout import Layout, has_critic_model, pipeline_chunks, uses_full_kl, uses_greedy_baseline
+from mindspeed_rl.config.layout import (
+    Layout,
+    has_critic_model,
+    pipeline_chunks,
+    scored_stages,
+    stages_beside_rollout,
+    uses_full_kl,
+    uses_greedy_baseline,
+)
 from mindspeed_rl.config.model import ModelConfig
 from mindspeed_rl.config.schema import Config
 
@@ -29,6 +38,8 @@ class MemoryEstimate:
     critic: int  # its weights, gradients and optimizer
     activations: int
     logits: int
+    scoring: int  # what the largest pass without gradients takes beside weights
+    beside_rollout: int  # the same of those passes that run between steps of rollout
     rollout_weights: int
     buckets: int  # what is exchanged on the way from training to rollout, beside what lies at its places
     kv_per_token: int
@@ -42,8 +53,8 @@ class MemoryEstimate:
 
     @property
     def generating(self) -> int:
-        """While generating with a full KV cache: rollout weights, cache, and the training state that stays."""
-        return self.rollout_weights + self.kv_full + self.training_kept
+        """While generating with a full KV cache, with what of training stays, and scoring in between."""
+        return self.rollout_weights + self.kv_full + self.training_kept + self.beside_rollout
 
 
 def estimate_memory(cfg: Config, model: ModelConfig, layout: Layout) -> MemoryEstimate:
@@ -82,6 +93,8 @@ def estimate_memory(cfg: Config, model: ModelConfig, layout: Layout) -> MemoryEs
         critic=(models - 1) * (weights + gradients + optimizer),
         activations=activation_bytes(cfg, model, layout),
         logits=logit_bytes(cfg, model, layout),
+        scoring=scoring_bytes(cfg, model, layout, scored_stages(cfg)),
+        beside_rollout=scoring_bytes(cfg, model, layout, stages_beside_rollout(cfg, layout)),
         rollout_weights=rollout_parameters(model, layout.infer_tp) * _DTYPE_BYTES[generate.dtype],
         buckets=bucket_bytes(cfg, model, layout),
         kv_per_token=kv_per_token,
@@ -127,14 +140,67 @@ def rollout_parameters(model: ModelConfig, infer_tp: int) -> int:
 
 
 def micro_batch_tokens(cfg: Config, layout: Layout) -> int:
-    """Most tokens of a micro-batch of the update on a device.
+    """Most tokens of a micro-batch of the update on a device."""
+    models = (cfg.actor, cfg.critic) if has_critic_model(cfg) else (cfg.actor,)
+    return pass_tokens(cfg, layout, max(model.micro_batch_size for model in models))
+
+
+def pass_tokens(cfg: Config, layout: Layout, sequences: int) -> int:
+    """Most tokens of a pass on a device.
 
     The cap of a micro-batch, or a fixed number of sequences of full length, divided by context parallelism.
     """
     mini_batch = layout.sequences_per_mini_batch_per_rank * cfg.actor.seq_length
-    models = (cfg.actor, cfg.critic) if has_critic_model(cfg) else (cfg.actor,)
-    fixed = max(model.micro_batch_size for model in models) * cfg.actor.seq_length
+    fixed = sequences * cfg.actor.seq_length
     return -(-min(cfg.rl_config.max_packing_token_size or fixed, mini_batch) // layout.cp)
+
+
+@dataclass(frozen=True)
+class _LayerElements:
+    """What a layer makes of a token on a device, in elements: see `activation_bytes`."""
+
+    hidden: float
+    attention: float
+    mlp: float  # mean over layers with and without experts
+
+    @property
+    def kept(self) -> float:
+        """For the backward pass."""
+        return 4 * self.hidden + self.attention + self.mlp
+
+    @property
+    def at_once(self) -> float:
+        """Without gradients: the residual, its norm and what attention or MLP makes, whichever is more, at a time."""
+        return 3 * self.hidden + max(self.attention, self.mlp)
+
+
+def _layer_elements(cfg: Config, model: ModelConfig, layout: Layout) -> _LayerElements:
+    tp = layout.tp
+    replicated = tp if cfg.actor.sequence_parallel else 1
+    latents = 2 * ((model.q_lora_rank or 0) + (model.kv_lora_rank or 0)) / replicated
+    heads = (2 * model.num_attention_heads + 2 * model.num_query_groups) * model.kv_channels / tp
+    dense = 3 * model.ffn_hidden_size / tp
+    routed = (model.moe_router_topk or 0) * (2 * model.hidden_size + 3 * (model.moe_ffn_hidden_size or 0) / tp)
+    routed += 3 * (model.moe_shared_expert_intermediate_size or 0) / tp
+    share = model.num_moe_layers / model.num_layers
+    return _LayerElements(model.hidden_size / replicated, latents + heads, (1 - share) * dense + share * routed)
+
+
+def scoring_bytes(cfg: Config, model: ModelConfig, layout: Layout, stages: Iterable[str]) -> int:
+    """What the largest pass of these stages takes: one layer at a time, or hidden states and logits of a chunk."""
+    rl, width = cfg.rl_config, 2 if cfg.actor.bf16 else FLOAT32
+    sizes = {
+        "reference": rl.ref_forward_micro_batch_size,
+        "value": rl.critic_forward_micro_batch_size,
+        "old_log_prob": rl.actor_forward_micro_batch_size,
+    }
+    per_token, columns = _layer_elements(cfg, model, layout), model.padded_vocab_size(layout.tp) // layout.tp
+    most = 0.0
+    for stage in stages:
+        tokens = pass_tokens(cfg, layout, sizes[stage])
+        chunk = 0 if stage == "value" else min(tokens, LOGIT_CHUNK) * columns * (width + FLOAT32)
+        most = max(most, tokens * per_token.at_once * width, tokens * per_token.hidden * width + chunk)
+    return int(most)
 
 
 def activation_bytes(cfg: Config, model: ModelConfig, layout: Layout) -> int:
@@ -153,16 +219,8 @@ def activation_bytes(cfg: Config, model: ModelConfig, layout: Layout) -> int:
     The first of PP stages has up to PP micro-batches in flight; interleaved in V chunks 1 + (PP - 1) / (PP V) times
     as many of its layers' activations (same paper, section 4.2.3).
     """
-    actor, tp = cfg.actor, layout.tp
-    replicated = tp if actor.sequence_parallel else 1
-    hidden = model.hidden_size / replicated
-    latents = 2 * ((model.q_lora_rank or 0) + (model.kv_lora_rank or 0)) / replicated
-    heads = (2 * model.num_attention_heads + 2 * model.num_query_groups) * model.kv_channels / tp
-    dense = 3 * model.ffn_hidden_size / tp
-    routed = (model.moe_router_topk or 0) * (2 * model.hidden_size + 3 * (model.moe_ffn_hidden_size or 0) / tp)
-    routed += 3 * (model.moe_shared_expert_intermediate_size or 0) / tp
-    share = model.num_moe_layers / model.num_layers
-    layer = 4 * hidden + latents + heads + (1 - share) * dense + share * routed
+    actor, per_token = cfg.actor, _layer_elements(cfg, model, layout)
+    hidden, layer = per_token.hidden, per_token.kept
     stages = pipeline_chunks(model.num_layers, actor)
     chunks = max(([len(layers) for layers in stage] for stage in stages), key=sum)
     layers, group = sum(chunks), actor.recompute_num_layers or 1

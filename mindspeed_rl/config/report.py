@@ -132,10 +132,12 @@ def _memory_table(cfg: Config, model: ModelConfig, layout: Layout) -> Table:
         "logits of some tokens, their weights' gradient": memory.logits,
         "[bold]update, all together": memory.training,
         "reference weights, in their stage": memory.reference,
+        "a scoring pass, beside weights": memory.scoring,
         "rollout weights": memory.rollout_weights,
         "buckets and largest tensor of resharding": memory.buckets,
         "KV cache, all running sequences at full length": memory.kv_full,
         "training state kept while generating": memory.training_kept,
+        "scoring between steps of rollout": memory.beside_rollout,
         "[bold]generating, all together": memory.generating,
     }
     if not layout.integrated:

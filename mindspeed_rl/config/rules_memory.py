@@ -87,7 +87,27 @@ def _update(cfg: Config, memory: MemoryEstimate) -> tuple[Parts, float]:
 
 
 def _generation(cfg: Config, memory: MemoryEstimate) -> tuple[Parts, float]:
-    parts = {"the rollout engine": _for_rollout(cfg, memory), "training state that stays": memory.training_kept}
+    parts = {
+        "the rollout engine": _for_rollout(cfg, memory),
+        "training state that stays": memory.training_kept,
+        "scoring in between": memory.beside_rollout,
+    }
+    return parts, _limit(cfg)
+
+
+def _scoring(cfg: Config, memory: MemoryEstimate) -> tuple[Parts, float]:
+    """A pass of the largest size of all, with one model's weights, when the rollout engine sleeps."""
+    generate, integrated = cfg.generate_config, cfg.rl_config.use_integrated_worker
+    stays = memory.training_kept
+    if not integrated:
+        stays = memory.weights + memory.gradients + memory.optimizer + memory.critic + memory.reference
+    comes = integrated and (generate.offload_train_param or generate.offload_reference)
+    parts = {
+        "weights that come for it": memory.weights if comes else 0,
+        "training state that stays": stays,
+        "a pass": memory.scoring,
+        "rollout, which cannot sleep": _for_rollout(cfg, memory) if cfg.device == "cpu" and integrated else 0,
+    }
     return parts, _limit(cfg)
 
 
@@ -114,6 +134,7 @@ def _resharding(cfg: Config, memory: MemoryEstimate) -> tuple[Parts, float]:
 
 NEEDS: dict[str, Need] = {
     "an update": _update,
+    "scoring": _scoring,
     "generation": _generation,
     "the rollout engine": _engine,
     "resharding": _resharding,
@@ -133,6 +154,12 @@ def _changes(cfg: Config) -> Iterator[tuple[str, Any, Config]]:
     while smaller and cfg.rl_config.max_packing_token_size is None:
         yield actor_path(cfg, "micro_batch_size"), smaller, _training(cfg, micro_batch_size=smaller)
         smaller //= 2
+    for model in ("actor", "ref", "critic"):
+        key = f"{model}_forward_micro_batch_size"
+        smaller = getattr(cfg.rl_config, key) // 2
+        while smaller and cfg.rl_config.max_packing_token_size is None:
+            yield f"rl_config.{key}", smaller, _rl(cfg, **{key: smaller})
+            smaller //= 2
     every_layer: dict[str, Any] = {
         "recompute_granularity": "full",
         "recompute_method": "uniform",
@@ -143,8 +170,7 @@ def _changes(cfg: Config) -> Iterator[tuple[str, Any, Config]]:
         yield actor_path(cfg, "recompute_granularity"), value, _training(cfg, **every_layer)
     cap = (cfg.rl_config.max_packing_token_size or 0) // 2
     while cap >= _longest(cfg):
-        rl = cfg.rl_config.model_copy(update={"max_packing_token_size": cap})
-        yield "rl_config.max_packing_token_size", cap, cfg.model_copy(update={"rl_config": rl})
+        yield "rl_config.max_packing_token_size", cap, _rl(cfg, max_packing_token_size=cap)
         cap //= 2
     bucket = generate.resharding_bucket_mb
     while bucket > LEAST_BUCKET_MB:
@@ -160,6 +186,10 @@ def _longest(cfg: Config) -> int:
 
 def _generating(cfg: Config, **values: Any) -> Config:
     return cfg.model_copy(update={"generate_config": cfg.generate_config.model_copy(update=values)})
+
+
+def _rl(cfg: Config, **values: Any) -> Config:
+    return cfg.model_copy(update={"rl_config": cfg.rl_config.model_copy(update=values)})
 
 
 def _training(cfg: Config, **values: Any) -> Config:

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import ray
 
-from mindspeed_rl.config.layout import Layout
+from mindspeed_rl.config.layout import Layout, scored_stages, scores_while_generating
 from mindspeed_rl.config.model import ModelConfig
 from mindspeed_rl.config.schema import Config
 from mindspeed_rl.device.base import Device
@@ -16,7 +16,6 @@ from mindspeed_rl.workers.context import Source, WorkerReport
 from mindspeed_rl.workers.group import Call, Watch, WorkerGroup
 from mindspeed_rl.workers.integrated_worker import IntegratedWorker
 from mindspeed_rl.workers.rollout_worker import RolloutWorker
-from mindspeed_rl.workers.stages import scores_while_generating, scoring_stages
 from mindspeed_rl.workers.training_worker import TrainingWorker
 from mindspeed_rl.workers.weights import WeightBoard
 
@@ -126,7 +125,7 @@ class SeparateFleet:
         return self.rollout.start("rollout", iteration + 1, "generate", iteration, wave)
 
     def score(self, iteration: int) -> Futures:
-        if not scoring_stages(self.config):
+        if not scored_stages(self.config):
             return []
         return self.training.start("scoring", iteration + 1, "score", iteration)
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from mindspeed_rl.common.timing import Timings
+from mindspeed_rl.config.layout import stages_beside_rollout
 from mindspeed_rl.resharding.layout import RolloutLayout
 from mindspeed_rl.transfer_dock.spec import TransferDock
 from mindspeed_rl.workers.context import Source, WorkerReport
@@ -14,7 +15,6 @@ from mindspeed_rl.workers.control import ControlGroup
 from mindspeed_rl.workers.profiling import profiled
 from mindspeed_rl.workers.residency import ROLLOUT, Part, Step, after, before, may_leave
 from mindspeed_rl.workers.rollout import Rollout, vllm_engine
-from mindspeed_rl.workers.stages import scoring_stages
 from mindspeed_rl.workers.training import Training
 from mindspeed_rl.workers.training_worker import TrainingWorker
 from mindspeed_rl.workers.validation import update_and_validate
@@ -114,19 +114,10 @@ class IntegratedWorker(TrainingWorker):
     @profiled("rollout")
     def generate_and_score(self, iteration: int) -> WorkerReport:
         """Generate; score what is complete in between and, without waiting for other replicas, the rest after."""
-        timings, generate = Timings(iteration), self.config.generate_config
-        away = {
-            "old_log_prob": generate.offload_train_param,
-            "reference": generate.offload_reference,
-            # a first pass that gathers new weights is one of all ranks: none may begin it while others generate
-            "value": generate.offload_train_param or self.config.actor.overlap_param_gather,
-        }
-        overlap = [stage for stage in scoring_stages(self.config) if not away[stage]]
-        shares_experts = self.layout.ep > 1
-        if shares_experts:  # scoring is a pass of all ranks that share experts: none can take what it finds ready
-            overlap = []
+        timings = Timings(iteration)
+        overlap = stages_beside_rollout(self.config, self.layout)
         with timings("rollout"):
-            if overlap or shares_experts:  # the latter end together, lest one waits in its pass for the others
+            if overlap or self.layout.ep > 1:  # the latter end together, lest one waits in its pass for the others
                 self._generate_scoring(iteration, overlap)
             else:
                 self.rollout.generate(iteration)

@@ -15,9 +15,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from mindspeed_rl.config.layout import uses_full_kl
+from mindspeed_rl.config.layout import scored_stages, uses_full_kl
 from mindspeed_rl.config.schema import Config
-from mindspeed_rl.workers.stages import scoring_stages
 
 Part = Literal[
     "param",
@@ -91,7 +90,7 @@ def may_leave(config: Config, part: Part) -> bool:
 
 def steps(config: Config) -> Iterator[Step | str]:
     """An iteration with blocking stages: uses of the device in their order, and the steps around them."""
-    for use in ("resharding", "rollout", *scoring_stages(config), "update"):
+    for use in ("resharding", "rollout", *scored_stages(config), "update"):
         yield from before(config, use)
         yield use
         yield from after(config, use)

@@ -7,17 +7,17 @@ from functools import partial
 
 import numpy as np
 
-from mindspeed_rl.algorithms.covariance import COV_LOSSES
 from mindspeed_rl.config.files import resolve_model
 from mindspeed_rl.config.layout import (
     Layout,
     has_critic_model,
+    scored_stages,
     shares_critic,
     tokens_may_be_stale,
-    updates_differ_from_samples,
     uses_critic,
-    uses_full_kl,
     uses_greedy_baseline,
+    uses_old_log_probs,
+    uses_reference_log_probs,
 )
 from mindspeed_rl.config.model import ModelConfig
 from mindspeed_rl.config.schema import Config
@@ -59,27 +59,9 @@ class ScoringStage:
     timing: str  # MindSpeed RL's name of its time
 
 
-def uses_reference(config: Config) -> bool:
-    """True if some term needs the reference model."""
-    return config.rl_config.init_kl_coef > 0
-
-
-def uses_reference_log_probs(config: Config) -> bool:
-    """True if its log-probs are needed; for the KL over the vocabulary the update runs the model itself."""
-    return uses_reference(config) and not uses_full_kl(config)
-
-
 def uses_partial_rollout(config: Config) -> bool:
     """True if an iteration may end before all of its responses are complete."""
     return config.rl_config.partial_rollout_max_split > 1
-
-
-def scores_while_generating(config: Config) -> bool:
-    """Whether integrated workers compute log-probs of what is complete while other responses are being generated.
-
-    With filtered groups it is seldom known before the last of them which are trained on.
-    """
-    return not config.rl_config.blocking and not config.rl_config.filter_groups_enable
 
 
 def selection(config: Config) -> Selection | Filter | None:
@@ -90,19 +72,6 @@ def selection(config: Config) -> Selection | Filter | None:
     if uses_partial_rollout(config):
         return Selection(prompts, rl.partial_rollout_max_split, rl.require_max_age_all_finished)
     return None
-
-
-def uses_old_log_probs(config: Config) -> bool:
-    """Whether they are computed in a pass of their own.
-
-    Not if every update starts from the policy that generated, as the training pass yields the same values then, nor
-    if those of rollout are taken instead.
-    """
-    rl = config.rl_config
-    if not rl.recompute_logprobs:
-        return False
-    needed_before = rl.use_kl_in_reward or rl.loss_type in COV_LOSSES
-    return needed_before or updates_differ_from_samples(config)
 
 
 def old_log_probs_column(config: Config) -> str:
@@ -132,9 +101,9 @@ def scoring_stages(config: Config) -> dict[str, ScoringStage]:
     stages = {
         "reference": ScoringStage(reference, "reference_model"),
         "value": ScoringStage(of_critic, "values"),
-        "old_log_prob": ScoringStage(of_actor, "old_log_p"),  # last: the update needs the actor, too
+        "old_log_prob": ScoringStage(of_actor, "old_log_p"),
     }
-    return {name: stage for name, stage in stages.items() if stage.columns}
+    return {name: stages[name] for name in scored_stages(config)}
 
 
 def update_columns(config: Config) -> tuple[str, ...]:

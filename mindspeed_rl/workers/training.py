@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from mindspeed_rl.algorithms.aggregation import count
-from mindspeed_rl.algorithms.covariance import COV_LOSSES, Collectives, select_tokens, token_noise
+from mindspeed_rl.algorithms.covariance import Collectives, select_tokens, token_noise
 from mindspeed_rl.algorithms.importance import importance_weights
 from mindspeed_rl.algorithms.mismatch import mismatch_metrics
 from mindspeed_rl.algorithms.policy_objective import PolicyObjective
@@ -21,7 +21,8 @@ from mindspeed_rl.checkpoint.state import CheckpointReader, CheckpointStore
 from mindspeed_rl.checkpoint.tensors import StoredTensors
 from mindspeed_rl.common.metric import MetricSet
 from mindspeed_rl.common.timing import Timings
-from mindspeed_rl.config.layout import has_critic_model, shares_critic, uses_full_kl
+from mindspeed_rl.config.algorithm import COV_LOSSES
+from mindspeed_rl.config.layout import has_critic_model, shares_critic, uses_full_kl, uses_reference
 from mindspeed_rl.config.model import ModelConfig
 from mindspeed_rl.data.packing import fixed_micro_batches, micro_batches, sequence_costs
 from mindspeed_rl.resharding.layout import RolloutLayout
@@ -30,7 +31,7 @@ from mindspeed_rl.transfer_dock.spec import Claim
 from mindspeed_rl.types import Denominators, RolloutBatch
 from mindspeed_rl.workers.context import Context, Source
 from mindspeed_rl.workers.control import ControlGroup
-from mindspeed_rl.workers.stages import old_log_probs_column, scoring_stages, uses_reference
+from mindspeed_rl.workers.stages import old_log_probs_column, scoring_stages
 
 if TYPE_CHECKING:
     from mindspeed_rl.engine.base import TokenOutputs, TrainingEngine

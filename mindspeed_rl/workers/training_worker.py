@@ -7,10 +7,10 @@ from collections import deque
 import ray
 
 from mindspeed_rl.common.timing import Timings
+from mindspeed_rl.config.layout import scored_stages
 from mindspeed_rl.transfer_dock.spec import TransferDock
 from mindspeed_rl.workers.context import Source, Worker, WorkerReport
 from mindspeed_rl.workers.profiling import profiled
-from mindspeed_rl.workers.stages import scoring_stages
 from mindspeed_rl.workers.training import Training
 from mindspeed_rl.workers.weights import PublishedWeights, pack_weights
 
@@ -54,7 +54,7 @@ class TrainingWorker(Worker):
         return self.context.report(timings)
 
     def _score(self, timings: Timings) -> None:
-        for stage in scoring_stages(self.config):
+        for stage in scored_stages(self.config):
             self.enter(stage, timings)
             self.training.score(stage, timings)
             self.leave(stage, timings)

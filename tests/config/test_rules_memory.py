@@ -31,8 +31,9 @@ def test_an_update_says_what_takes_how_much_and_which_micro_batch_would_do() -> 
     total = (memory.training + memory.reference) / GIB
     assert f"an update takes {total:.1f} GiB (weights 2.9, gradients 5.8, optimizer 17.3," in update
     assert "and there are 46.0 (actor_config.micro_batch_size: 2" in update
-    # 0.6 of 46 GiB for rollout, and all that training keeps
-    assert f"generation takes {27.6 + memory.training_kept / GIB:.1f} GiB (the rollout engine 27.6," in generation
+    # 0.6 of 46 GiB for rollout, all that training keeps, and the reference's passes in between
+    taken = 27.6 + (memory.training_kept + memory.beside_rollout) / GIB
+    assert f"generation takes {taken:.1f} GiB (the rollout engine 27.6," in generation
     for key in ("offload_train_optimizer: true", "gpu_memory_utilization: 0.3"):
         assert f"generate_config.{key}" in generation
 
@@ -89,6 +90,31 @@ def test_both_engines_weights_and_the_buckets_have_room_while_they_are_exchanged
     assert estimate(alone, model).buckets == 0
 
 
+def test_a_scoring_pass_has_room_with_the_weights_and_while_generating() -> None:
+    """A layer: residual, norm and its input 3 x 1,536, gate, up and product 3 x 8,960."""
+    per_token = (3 * 1536 + 3 * 8960) * 2
+    sizes = ["rl_config.ref_forward_micro_batch_size=64", "rl_config.actor_forward_micro_batch_size=16"]
+    for more, beside in (([], 64), (["generate_config.offload_reference=true"], 16)):  # old log-probs need no move
+        cfg, _ = load_config(H200, ["device_memory_gib=null", *sizes, *more])
+        memory = estimate(cfg, resolve_model(cfg))
+        assert memory.scoring == 64 * cfg.actor.seq_length * per_token
+        assert memory.beside_rollout == beside * cfg.actor.seq_length * per_token
+
+
+def test_a_smaller_scoring_pass_is_proposed() -> None:
+    state = [f"generate_config.offload_{part}=true" for part in ("train_param", "train_grad", "train_optimizer")]
+    found = refused(
+        H200,
+        *state,
+        "generate_config.offload_reference=true",
+        "device_memory_gib=44",
+        "actor_config.micro_batch_size=1",
+        "rl_config.ref_forward_micro_batch_size=512",
+    )
+    assert ["scoring takes" in each for each in found] == [True]
+    assert "rl_config.ref_forward_micro_batch_size: 128" in found[0]
+
+
 def test_a_smaller_token_cap_is_proposed() -> None:
     found = refused(
         H200, "device_memory_gib=44", *DYNAMIC[:1], "rl_config.max_packing_token_size=131072", *DYNAMIC[2:]
@@ -116,9 +142,10 @@ def test_an_engine_needs_room_for_one_sequence() -> None:
 
 
 def test_rollout_on_a_cpu_cannot_sleep() -> None:
-    update, generation, resharding = refused("grpo_trainer_tiny_cpu", "device_memory_gib=0.5")
+    update, scoring, generation, resharding = refused("grpo_trainer_tiny_cpu", "device_memory_gib=0.5")
     assert "resharding takes 1.0 GiB" in resharding
     assert "rollout, which cannot sleep 1.0" in update
+    assert "rollout, which cannot sleep 1.0" in scoring
     assert "generation takes 1.0 GiB" in generation
 
 
