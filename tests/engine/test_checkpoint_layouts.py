@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from support.checkpoints import load, save
 from support.ranks import Worlds, run_ranks
+from test_exactness import make_models
 from test_experts import EP
 from test_training_layouts import (
     DEEP_WEIGHT_TOLERANCE,
@@ -57,6 +58,11 @@ EXPERTS = [
     layout(4, **{EP: 2, PP: 2, VPP: 1}),
     layout(4, **{EP: 4}, context_parallel_size=2),
 ]
+# from a layout to another one; with experts
+ROUND_TRIPS = {
+    False: (layout(4, **{TP: 2, PP: 2}), layout(3)),
+    True: (layout(4, **{EP: 2, TP: 2}, sequence_parallel=True), layout(4, **{EP: 4, PP: 1})),
+}
 
 
 @dataclass(frozen=True)
@@ -233,3 +239,29 @@ def change_precision(rank: int, folder: str, root: str) -> None:
 
 def test_main_weights_survive_a_change_of_precision(tiny_model_dir: Path, tmp_path: Path) -> None:
     run_ranks(1, change_precision, str(tiny_model_dir), str(tmp_path))
+
+
+def round_trips(rank: int, folder: str, models: dict[str, tuple[str, str]]) -> None:
+    ranks = Worlds(rank, RANKS, folder)
+    for family, (one, other) in models.items():
+        first, second = ROUND_TRIPS["moe" in family or "deepseek" in family]
+        path = Path(folder, f"{family}-checkpoint", "iter_0000001")
+        with ranks.world(first.world) as here:
+            if here:
+                save(Run(ranks.device, one, first).engine, path.parent)
+        with ranks.world(second.world) as here:
+            if here:
+                engine = Run(ranks.device, other, second).engine  # other weights: what is not loaded is seen
+                load(engine, path)
+                stored = HFWeights(one)
+                names = set(stored.names)
+                for name, tensor in engine.export_weights(1 << 20):
+                    assert torch.equal(tensor, stored.tensor(name)), f"{family}: {name}"
+                    names.remove(name)
+                assert not names, family
+
+
+def test_every_family_comes_back_from_another_layout(tmp_path: Path) -> None:
+    """Hugging Face's folder, a layout, a checkpoint, another layout, and what it exports: bit for bit."""
+    families = ("qwen2", "qwen3", "mistral", "smollm", "qwen3_moe", "deepseek_v2")  # the others: see above
+    run_ranks(RANKS, round_trips, str(tmp_path), {family: make_models(tmp_path, family) for family in families})
