@@ -30,11 +30,13 @@ def importance_weights(
     The exponent is clamped to ±20. By `rollout_is_mode`, weights above `rollout_is_threshold` become that
     (`truncate`: Espeholt et al. 2018, IMPALA, section 4.1, ρ̄), or tokens with a weight outside
     [`rollout_is_threshold_lower`, `rollout_is_threshold`] do not train: weight 0 (`mask`). A sequence with a token
-    whose e^d is below `rollout_is_veto_threshold` does not train at all. Denominators stay what they are.
+    whose e^d is below `rollout_is_veto_threshold` does not train at all. Denominators stay what they are. With
+    `recompute_logprobs: false` the policy ratio is e^d already: weights are 1 where they are not 0.
 
     Args:
         cfg: settings.
-        old_log_probs: [R] under the policy being trained, before the update, by the training engine.
+        old_log_probs: [R] under the policy being trained, before the update (`recompute_logprobs: false`: as it is),
+            by the training engine.
         rollout_log_probs: [R] under the policy that sampled, by the rollout engine.
         mask: [R] 0/1.
         response_lengths: [B] int64.
@@ -64,7 +66,7 @@ def importance_weights(
     else:
         lower = 1 / upper if cfg.rollout_is_threshold_lower is None else cfg.rollout_is_threshold_lower
         outside = (raw < lower) | (raw > upper)
-        weights = torch.where(outside, 0.0, raw)
+        weights = torch.where(outside, 0.0, raw if cfg.recompute_logprobs else torch.ones_like(raw))
         metrics.mean("rollout/is_masked", outside.float(), mean_mask)
     if cfg.rollout_is_veto_threshold is not None:
         impossible = (clamp_log_ratio(d).exp() < cfg.rollout_is_veto_threshold).to(d.dtype)

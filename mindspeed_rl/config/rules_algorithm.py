@@ -274,9 +274,11 @@ def correction_has_log_probs(cfg: Config) -> Found:
     if not rl.recompute_logprobs and not logprobs:
         message = f"takes the log-probs of rollout, but sampling_config.logprobs = {logprobs!r}"
         yield Violation("rl_config.recompute_logprobs", False, message, "set logprobs: true")
-    if not rl.recompute_logprobs and rl.rollout_is == "all":
+    if not rl.recompute_logprobs and rl.rollout_is == "all" and rl.rollout_is_mode != "mask":
         message = "weighs tokens by what the policy ratio holds already with recompute_logprobs = False"
-        yield Violation("rl_config.rollout_is", rl.rollout_is, message, "set rollout_is: off")
+        yield Violation(
+            "rl_config.rollout_is", rl.rollout_is, message, "set rollout_is: off, or rollout_is_mode: mask"
+        )
     if not logprobs and _corrects(cfg):
         message = f"weighs tokens by their log-probs in rollout, but sampling_config.logprobs = {logprobs!r}"
         yield Violation("rl_config.rollout_is", rl.rollout_is, message, "set logprobs: true, or rollout_is: off")
@@ -303,7 +305,7 @@ def correction_keys_are_used(cfg: Config) -> Found:
 def _corrects(cfg: Config) -> bool:
     rl = cfg.rl_config
     chosen = rl.rollout_is == "all" or (rl.rollout_is == "stale" and tokens_may_be_stale(cfg))
-    return chosen and rl.recompute_logprobs
+    return chosen and (rl.recompute_logprobs or rl.rollout_is_mode == "mask")
 
 
 # ---------------------------------------------------------------- rewards

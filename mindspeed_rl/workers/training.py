@@ -270,7 +270,8 @@ class Training:
             columns = {name: torch.cat(values).to(log_probs.device) for name, values in micro.columns.items()}
             lengths = micro.response_lengths.to(log_probs.device)
             old = columns.get(old_log_probs_column(self.config), log_probs.detach())
-            importance, of_weights = self._importance(columns, old, lengths, iteration)
+            before = old if self.rl.recompute_logprobs else log_probs.detach()
+            importance, of_weights = self._importance(columns, before, lengths, iteration)
             value, found = self.objective(
                 log_probs=log_probs,
                 entropy=outputs.entropy,
@@ -295,7 +296,6 @@ class Training:
                 found.mean("staleness/mean", age, unit="iterations")
                 found.max("staleness/max", age, unit="iterations")
             if "rollout_log_probs" in columns:
-                before = old if self.rl.recompute_logprobs else log_probs
                 found.merge(mismatch_metrics(before, columns["rollout_log_probs"], columns["loss_mask"]))
             return value, found
 
@@ -313,7 +313,7 @@ class Training:
         )
 
     def _importance(
-        self, columns: Mapping[str, torch.Tensor], old: torch.Tensor, lengths: torch.Tensor, iteration: int
+        self, columns: Mapping[str, torch.Tensor], before: torch.Tensor, lengths: torch.Tensor, iteration: int
     ) -> tuple[torch.Tensor | None, MetricSet]:
         """Weights [R] of the tokens' policy losses, None: all 1; and metrics of them."""
         corrected = None
@@ -321,8 +321,10 @@ class Training:
             corrected = columns["policy_versions"] < iteration
         elif self.rl.rollout_is != "all":
             return None, MetricSet()
+        if not self.rl.recompute_logprobs and self.rl.rollout_is_mode != "mask":
+            return None, MetricSet()  # the policy ratio is the weight
         rollout, mask = columns["rollout_log_probs"], columns["loss_mask"]
-        return importance_weights(self.rl, old, rollout, mask, lengths, corrected)
+        return importance_weights(self.rl, before, rollout, mask, lengths, corrected)
 
     def _selected(self, batch: RolloutBatch, rows: Sequence[int], iteration: int) -> list[torch.Tensor]:
         """The tokens that Clip-Cov or KL-Cov treats apart, B x [response length] bool."""

@@ -48,7 +48,8 @@ def expected_weights(cfg: RLConfig, c: dict[str, np.ndarray], corrected: np.ndar
         else:
             lower = cfg.rollout_is_threshold_lower
             lower = 1 / cfg.rollout_is_threshold if lower is None else lower
-            weights = np.where((raw >= lower) & (raw <= cfg.rollout_is_threshold), raw, 0.0)
+            kept = raw if cfg.recompute_logprobs else 1.0
+            weights = np.where((raw >= lower) & (raw <= cfg.rollout_is_threshold), kept, 0.0)
         if cfg.rollout_is_veto_threshold and (np.exp(d) < cfg.rollout_is_veto_threshold).any():
             weights, vetoes = np.zeros(length), vetoes + 1
         found.append(weights)
@@ -63,6 +64,7 @@ def expected_weights(cfg: RLConfig, c: dict[str, np.ndarray], corrected: np.ndar
         {},
         {"rollout_is_threshold": 1e9},
         {"rollout_is_mode": "mask"},
+        {"rollout_is_mode": "mask", "recompute_logprobs": False},
         {"rollout_is_mode": "mask", "rollout_is_threshold": 4.0, "rollout_is_threshold_lower": 0.0},
         {"rollout_is_veto_threshold": 0.3},
     ],

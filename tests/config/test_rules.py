@@ -314,6 +314,7 @@ def test_rules_read_the_keys_they_declare():
         [*CLIP_HIGHER, "rl_config.clip_ratio_c=3"],
         [*CLIP_HIGHER, "rl_config.loss_type=gspo"],
         ["rl_config.recompute_logprobs=false"],
+        ["rl_config.recompute_logprobs=false", "rl_config.rollout_is=all", "rl_config.rollout_is_mode=mask"],
         [*PPO, "critic_config.lr=1e-5", "rl_config.gamma=0.99", "rl_config.lam=0.9", "rl_config.critic_warmup=5"],
         ["rl_config.use_kl_in_reward=true", "rl_config.kl_penalty=k1", "rl_config.kl_ctrl_type=adaptive"],
         ["rl_config.overlong_buffer_enable=true", "rl_config.overlong_buffer=64"],

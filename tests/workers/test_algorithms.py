@@ -64,6 +64,12 @@ CASES: dict[str, list[str]] = {
     ],
     "full": ["rl_config.kl_penalty=full", "rl_config.epochs=2"],
     "rollout": ["rl_config.recompute_logprobs=false", "rl_config.epochs=2"],
+    "rollout masked": [
+        "rl_config.recompute_logprobs=false",
+        "rl_config.rollout_is=all",
+        "rl_config.rollout_is_mode=mask",
+        "rl_config.rollout_is_threshold=1.05",
+    ],
     "critic": [
         "megatron_training.stage=ray_ppo",
         "rl_config.adv_estimator=gae",
@@ -273,6 +279,9 @@ def test_every_case_acts(updates: dict[tuple[str, str], dict[str, Any]]) -> None
         assert found[name]["rollout/is_weight"] != 1, name
     assert found["mask"]["rollout/is_masked"] > 0
     assert found["mask"]["rollout/is_vetoed"] > 0
+    bypassed = found["rollout masked"]  # whose ratio holds the weight: 1 or 0 is left
+    assert 0 < bypassed["rollout/is_masked"] < 1
+    assert bypassed["rollout/is_weight"] == pytest.approx(1 - bypassed["rollout/is_masked"])
     in_reward = found["kl_cov"]
     without_kl = in_reward["actor/pg_loss"] - 0.005 * in_reward["actor/entropy"]
     assert in_reward["actor/loss"] == pytest.approx(without_kl, abs=1e-6)
