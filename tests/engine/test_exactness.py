@@ -154,13 +154,13 @@ def assert_all_generate_the_same(folder: Path, families: list[str], every: bool)
 
 
 @pytest.mark.exhaustive
+@pytest.mark.timeout(3600)
 def test_every_layout_of_four_ranks_brings_rollout_its_weights(tmp_path: Path) -> None:
     assert_all_generate_the_same(tmp_path, ["llama-llama3", "qwen3_moe", "deepseek_v3"], every=False)
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(
-    "family", ["qwen2", "qwen3", "llama-llama3", "mistral", "smollm", "qwen3_moe", "deepseek_v3"]
-)
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_every_pair_of_layouts(family: str, tmp_path: Path) -> None:
     assert_all_generate_the_same(tmp_path, [family], every=True)

@@ -49,11 +49,18 @@ def run_ranks(world: int, function: Callable[..., Any], *args: Any) -> list[Any]
     """`function(rank, *args)` on `world` ranks with torch.distributed up; the results in rank order."""
     _start_server()
     with tempfile.TemporaryDirectory() as folder:
+        ranks = mp.start_processes(
+            _rank, (world, folder, function, args), nprocs=world, join=False, start_method="forkserver"
+        )
         try:
-            mp.start_processes(_rank, (world, folder, function, args), nprocs=world, start_method="forkserver")
+            while not ranks.join():
+                pass
         except (mp.ProcessRaisedException, mp.ProcessExitedException) as failure:
             errors = Path(folder, "error")
             raise AssertionError(f"a rank failed: {errors.read_text() if errors.exists() else failure}") from None
+        finally:
+            for process in ranks.processes:
+                process.kill()  # after a timeout they would go on, and slow down the tests that follow
         results = []
         for rank in range(world):
             with open(f"{folder}/{rank}", "rb") as file:
