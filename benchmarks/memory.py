@@ -23,7 +23,7 @@ from mindspeed_rl.common.metric import MetricSet
 from mindspeed_rl.config.compose import load_config
 from mindspeed_rl.config.files import resolve_model
 from mindspeed_rl.config.layout import derive_layout
-from mindspeed_rl.config.memory import GIB, estimate_memory
+from mindspeed_rl.config.memory import GIB, estimate_memory, pass_bytes
 from mindspeed_rl.config.model import ModelConfig
 from mindspeed_rl.config.schema import Config
 from mindspeed_rl.device.select import make_device
@@ -179,12 +179,13 @@ def main() -> None:
             mp.spawn(measure, (device, world, overrides, folder), nprocs=world)
             ranks = [json.loads(Path(folder, str(rank)).read_text()) for rank in range(world)]
         state = estimate.weights + estimate.gradients + estimate.optimizer
-        estimated = {"update": estimate.training, "scoring": state + estimate.scoring}
+        a_pass = pass_bytes(cfg, resolve_model(cfg), derive_layout(cfg), "reference")
+        estimated = {"update": estimate.training, "scoring": state + a_pass}
         note = (
             f"{preset}, {name}, micro-batches of {cfg.actor.micro_batch_size} x {length} tokens: "
             f"weights {estimate.weights / GIB:.2f}, gradients {estimate.gradients / GIB:.2f}, optimizer "
             f"{estimate.optimizer / GIB:.2f}, activations {estimate.activations / GIB:.2f}, "
-            f"logits {estimate.logits / GIB:.2f}, scoring {estimate.scoring / GIB:.2f}"
+            f"logits {estimate.logits / GIB:.2f}, a pass {a_pass / GIB:.2f}"
         )
         for stage, peaks in zip(estimated, zip(*ranks, strict=True), strict=False):
             error = estimated[stage] / max(peaks) - 1

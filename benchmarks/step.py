@@ -103,7 +103,9 @@ def main() -> None:
     records = [
         Record("cuda.step_s", whole, "s", note=note),
         Record("cuda.step_tokens_per_s", tokens / whole, "tokens/s", note=note),
-        Record("cuda.step_peak_gb", peak * 2**30 / 1e9, "GB", note=f"{what}; KV cache and all"),
+        Record(
+            "cuda.step_peak_gb", peak * 2**30 / 1e9, "GB", note=f"{what}; the most in use, of training or rollout"
+        ),
         Record("cuda.switch_share", sum(seconds.get(name, 0.0) for name in SWITCH) / whole, "", note=note),
         *(
             Record(f"cuda.step_{name.removeprefix('timing/')}_s", seconds[name], "s", note=note)

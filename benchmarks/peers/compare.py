@@ -1,6 +1,6 @@
 """The same step here, with TRL and with verl, one after the other on one GPU: `python benchmarks/peers/compare.py`.
 
-`[--systems ours trl verl] [--steps 3] [--folder FOLDER] [--path trl=FOLDER verl=FOLDER]`
+`[--systems ours trl verl] [--steps 4] [--folder FOLDER] [--path trl=FOLDER verl=FOLDER]`
 
 See `trl_grpo.py` and `verl_grpo.py` for what is alike and what is not. What the peers need besides vLLM may lie in
 folders of their own (`--path`). With `--folder`, what was found earlier in the same folder is in the table, too.
@@ -29,7 +29,7 @@ from step import CONFIG, PROMPT, RESPONSE, SAMPLES, SWITCH, VERIFIER, make_model
 from mindspeed_rl.config.compose import load_config
 from mindspeed_rl.config.files import resolve_model
 
-COMPILED = 1  # steps that do not count
+COMPILED = 2  # steps that do not count: kernels are compiled in them
 PEERS = ("trl", "verl")
 STAGES: dict[str, tuple[str, ...]] = {
     "step": ("timing/all",),
@@ -105,7 +105,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--systems", nargs="+", default=["ours", *PEERS], choices=["ours", *PEERS])
     parser.add_argument("--prompts", type=int, default=128)
-    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--folder", type=Path, help="for inputs and what was found; it stays")
     parser.add_argument("--path", nargs="*", default=[], metavar="SYSTEM=FOLDER", help="for its imports, first")
     args = parser.parse_args()

@@ -1,4 +1,4 @@
-"""The parallel layout and batch arithmetic that follow from a configuration. Pure numbers, no process groups.
+"""The parallel layout, batch arithmetic and stages that follow from a configuration. No process groups.
 
 Ranks are numbered as Megatron-core does by default: tensor parallel fastest, then context, data, pipeline parallel.
 """

@@ -6,7 +6,6 @@ All figures are bytes on the fullest device, under the largest pipeline stage. W
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from mindspeed_rl.config.layout import (
@@ -17,6 +16,7 @@ from mindspeed_rl.config.layout import (
     stages_beside_rollout,
     uses_full_kl,
     uses_greedy_baseline,
+    uses_reference,
 )
 from mindspeed_rl.config.model import ModelConfig
 from mindspeed_rl.config.schema import Config
@@ -38,8 +38,8 @@ class MemoryEstimate:
     critic: int  # its weights, gradients and optimizer
     activations: int
     logits: int
-    scoring: int  # what the largest pass without gradients takes beside weights
-    beside_rollout: int  # the same of those passes that run between steps of rollout
+    scoring: int  # what the largest pass without gradients takes, with weights that come to the device for it
+    beside_rollout: int  # what the largest of those passes takes that run between steps of rollout
     rollout_weights: int
     buckets: int  # what is exchanged on the way from training to rollout, beside what lies at its places
     kv_per_token: int
@@ -65,7 +65,7 @@ def estimate_memory(cfg: Config, model: ModelConfig, layout: Layout) -> MemoryEs
     bf16, both divided by DP x CP with the distributed optimizer, those of experts by DP x CP / EP; reference P w when
     `init_kl_coef` > 0. A critic's model takes as much as the actor: its head is small, and it keeps no logits.
     """
-    actor, rl, generate = cfg.actor, cfg.rl_config, cfg.generate_config
+    actor, generate = cfg.actor, cfg.generate_config
     width = 2 if actor.bf16 else FLOAT32
     parameters = stage_parameters(cfg, model, layout)
     weights, gradients = parameters * width, parameters * FLOAT32
@@ -74,7 +74,7 @@ def estimate_memory(cfg: Config, model: ModelConfig, layout: Layout) -> MemoryEs
     expert_shards = shards // layout.ep if actor.use_distributed_optimizer else 1
     state_bytes = 12 if actor.bf16 else 8
     optimizer = (parameters - experts) * state_bytes // shards + experts * state_bytes // expert_shards
-    reference = weights if rl.init_kl_coef > 0 else 0
+    reference = weights if uses_reference(cfg) else 0
     models = 2 if has_critic_model(cfg) else 1
     shared = (
         (0 if generate.offload_train_param else models * weights)
@@ -82,6 +82,10 @@ def estimate_memory(cfg: Config, model: ModelConfig, layout: Layout) -> MemoryEs
         + (0 if generate.offload_train_optimizer else models * optimizer)
         + (0 if generate.offload_reference else reference)
     )
+    passes = {stage: pass_bytes(cfg, model, layout, stage) for stage in scored_stages(cfg)}
+    come = weights if layout.integrated and generate.offload_train_param else 0
+    came = {"reference": reference if layout.integrated and generate.offload_reference else 0}
+    came |= {"value": come, "old_log_prob": come}
     kv_per_token = kv_bytes_per_token(cfg, model)
     requests = layout.rows_in_generation + (layout.prompts_in_generation if uses_greedy_baseline(cfg) else 0)
     running = min(generate.max_num_seqs, -(-requests // layout.rollout_replicas))
@@ -93,8 +97,8 @@ def estimate_memory(cfg: Config, model: ModelConfig, layout: Layout) -> MemoryEs
         critic=(models - 1) * (weights + gradients + optimizer),
         activations=activation_bytes(cfg, model, layout),
         logits=logit_bytes(cfg, model, layout),
-        scoring=scoring_bytes(cfg, model, layout, scored_stages(cfg)),
-        beside_rollout=scoring_bytes(cfg, model, layout, stages_beside_rollout(cfg, layout)),
+        scoring=max((came[stage] + passes[stage] for stage in passes), default=0),
+        beside_rollout=max((passes[stage] for stage in stages_beside_rollout(cfg, layout)), default=0),
         rollout_weights=rollout_parameters(model, layout.infer_tp) * _DTYPE_BYTES[generate.dtype],
         buckets=bucket_bytes(cfg, model, layout),
         kv_per_token=kv_per_token,
@@ -160,8 +164,10 @@ class _LayerElements:
     """What a layer makes of a token on a device, in elements: see `activation_bytes`."""
 
     hidden: float
+    gathered: float  # whole hidden state that sequence parallelism puts together for a product
     attention: float
     mlp: float  # mean over layers with and without experts
+    largest_mlp: float
 
     @property
     def kept(self) -> float:
@@ -170,8 +176,8 @@ class _LayerElements:
 
     @property
     def at_once(self) -> float:
-        """Without gradients: the residual, its norm and what attention or MLP makes, whichever is more, at a time."""
-        return 3 * self.hidden + max(self.attention, self.mlp)
+        """Without gradients: residual, its norm, a product's result, and what attention or MLP makes, the more."""
+        return 3 * self.hidden + self.gathered + max(self.attention, self.largest_mlp)
 
 
 def _layer_elements(cfg: Config, model: ModelConfig, layout: Layout) -> _LayerElements:
@@ -183,24 +189,27 @@ def _layer_elements(cfg: Config, model: ModelConfig, layout: Layout) -> _LayerEl
     routed = (model.moe_router_topk or 0) * (2 * model.hidden_size + 3 * (model.moe_ffn_hidden_size or 0) / tp)
     routed += 3 * (model.moe_shared_expert_intermediate_size or 0) / tp
     share = model.num_moe_layers / model.num_layers
-    return _LayerElements(model.hidden_size / replicated, latents + heads, (1 - share) * dense + share * routed)
+    return _LayerElements(
+        hidden=model.hidden_size / replicated,
+        gathered=model.hidden_size if replicated > 1 else 0,
+        attention=latents + heads,
+        mlp=(1 - share) * dense + share * routed,
+        largest_mlp=max(dense if share < 1 else 0, routed if share else 0),
+    )
 
 
-def scoring_bytes(cfg: Config, model: ModelConfig, layout: Layout, stages: Iterable[str]) -> int:
-    """What the largest pass of these stages takes: one layer at a time, or hidden states and logits of a chunk."""
+def pass_bytes(cfg: Config, model: ModelConfig, layout: Layout, stage: str) -> int:
+    """What a pass of a scoring stage takes: one layer at a time, or hidden states and logits of a chunk."""
     rl, width = cfg.rl_config, 2 if cfg.actor.bf16 else FLOAT32
     sizes = {
         "reference": rl.ref_forward_micro_batch_size,
         "value": rl.critic_forward_micro_batch_size,
         "old_log_prob": rl.actor_forward_micro_batch_size,
     }
-    per_token, columns = _layer_elements(cfg, model, layout), model.padded_vocab_size(layout.tp) // layout.tp
-    most = 0.0
-    for stage in stages:
-        tokens = pass_tokens(cfg, layout, sizes[stage])
-        chunk = 0 if stage == "value" else min(tokens, LOGIT_CHUNK) * columns * (width + FLOAT32)
-        most = max(most, tokens * per_token.at_once * width, tokens * per_token.hidden * width + chunk)
-    return int(most)
+    tokens, per_token = pass_tokens(cfg, layout, sizes[stage]), _layer_elements(cfg, model, layout)
+    columns = 0 if stage == "value" else model.padded_vocab_size(layout.tp) // layout.tp
+    logits = min(tokens, LOGIT_CHUNK) * columns * (width + FLOAT32)
+    return int(max(tokens * per_token.at_once * width, tokens * per_token.hidden * width + logits))
 
 
 def activation_bytes(cfg: Config, model: ModelConfig, layout: Layout) -> int:

@@ -132,7 +132,7 @@ def _memory_table(cfg: Config, model: ModelConfig, layout: Layout) -> Table:
         "logits of some tokens, their weights' gradient": memory.logits,
         "[bold]update, all together": memory.training,
         "reference weights, in their stage": memory.reference,
-        "a scoring pass, beside weights": memory.scoring,
+        "largest scoring pass, with weights that come for it": memory.scoring,
         "rollout weights": memory.rollout_weights,
         "buckets and largest tensor of resharding": memory.buckets,
         "KV cache, all running sequences at full length": memory.kv_full,
@@ -141,7 +141,7 @@ def _memory_table(cfg: Config, model: ModelConfig, layout: Layout) -> Table:
         "[bold]generating, all together": memory.generating,
     }
     if not layout.integrated:
-        del rows["training state kept while generating"]
+        del rows["training state kept while generating"], rows["scoring between steps of rollout"]
     for what, size in rows.items():
         table.add_row(what, f"{size / GIB:,.3f}")
     return table

@@ -294,12 +294,14 @@ def correction_keys_are_used(cfg: Config) -> Found:
         "stale": "weighs tokens of older policies, and staleness = 0, partial_rollout_max_split = 1, "
         "filter_groups_enable = False",
     }
-    why = unused.get(rl.rollout_is, "has no effect") if rl.recompute_logprobs else "has no effect"
-    also = "" if rl.recompute_logprobs else ", with recompute_logprobs = False"
+    why, hint = unused.get(rl.rollout_is, ""), "set rollout_is: all, or remove it"
+    if not rl.recompute_logprobs and rl.rollout_is_mode != "mask":
+        why = "has no effect with recompute_logprobs = False: the policy ratio is the weight"
+        hint = "set rollout_is_mode: mask (and rollout_is: all), or remove it"
     for key in _CORRECTION:
         if _changed(rl, key):
-            message = f"shapes importance weights, but rollout_is = {rl.rollout_is!r} {why}{also}"
-            yield Violation(f"rl_config.{key}", getattr(rl, key), message, "set rollout_is: all, or remove it")
+            message = f"shapes importance weights, but rollout_is = {rl.rollout_is!r} {why}"
+            yield Violation(f"rl_config.{key}", getattr(rl, key), message, hint)
 
 
 def _corrects(cfg: Config) -> bool:

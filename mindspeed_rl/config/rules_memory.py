@@ -17,6 +17,7 @@ LIMIT = "device_memory_gib"
 OFFLOADS = ("offload_train_optimizer", "offload_train_grad", "offload_train_param", "offload_reference")
 Parts = dict[str, float]  # bytes, by what takes them
 Need = Callable[[Config, MemoryEstimate], tuple[Parts, float]]  # and how many there are for them
+FORWARD_SIZES = tuple(f"{model}_forward_micro_batch_size" for model in ("actor", "ref", "critic"))
 LEAST_BUCKET_MB = 16.0
 SHARES = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)
 
@@ -96,16 +97,14 @@ def _generation(cfg: Config, memory: MemoryEstimate) -> tuple[Parts, float]:
 
 
 def _scoring(cfg: Config, memory: MemoryEstimate) -> tuple[Parts, float]:
-    """A pass of the largest size of all, with one model's weights, when the rollout engine sleeps."""
-    generate, integrated = cfg.generate_config, cfg.rl_config.use_integrated_worker
+    """The largest pass without gradients, when the rollout engine sleeps."""
+    integrated = cfg.rl_config.use_integrated_worker
     stays = memory.training_kept
     if not integrated:
         stays = memory.weights + memory.gradients + memory.optimizer + memory.critic + memory.reference
-    comes = integrated and (generate.offload_train_param or generate.offload_reference)
     parts = {
-        "weights that come for it": memory.weights if comes else 0,
         "training state that stays": stays,
-        "a pass": memory.scoring,
+        "a pass, and weights that come for it": memory.scoring,
         "rollout, which cannot sleep": _for_rollout(cfg, memory) if cfg.device == "cpu" and integrated else 0,
     }
     return parts, _limit(cfg)
@@ -154,12 +153,14 @@ def _changes(cfg: Config) -> Iterator[tuple[str, Any, Config]]:
     while smaller and cfg.rl_config.max_packing_token_size is None:
         yield actor_path(cfg, "micro_batch_size"), smaller, _training(cfg, micro_batch_size=smaller)
         smaller //= 2
-    for model in ("actor", "ref", "critic"):
-        key = f"{model}_forward_micro_batch_size"
-        smaller = getattr(cfg.rl_config, key) // 2
-        while smaller and cfg.rl_config.max_packing_token_size is None:
-            yield f"rl_config.{key}", smaller, _rl(cfg, **{key: smaller})
-            smaller //= 2
+    sizes = {key: getattr(cfg.rl_config, key) for key in FORWARD_SIZES}
+    smaller = max(sizes.values()) // 2
+    while smaller and cfg.rl_config.max_packing_token_size is None:
+        changed = _rl(cfg, **{key: min(size, smaller) for key, size in sizes.items()})
+        yield "rl_config.*_forward_micro_batch_size", f"{smaller} at most", changed
+        smaller //= 2
+    if not cfg.rl_config.blocking:
+        yield "rl_config.blocking", "true", _rl(cfg, blocking=True)
     every_layer: dict[str, Any] = {
         "recompute_granularity": "full",
         "recompute_method": "uniform",

@@ -71,6 +71,8 @@ class PeakMemory:
 
     def asleep(self, nbytes: int) -> None:
         """From now on, so much of what torch counts is not there."""
+        if nbytes == self._asleep:  # on a CPU, where a new measurement lowers the host's peak, too
+            return
         self._peak = self.nbytes
         self._device.reset_peak_memory()
         self._asleep = nbytes

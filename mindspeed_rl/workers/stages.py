@@ -10,7 +10,6 @@ import numpy as np
 from mindspeed_rl.config.files import resolve_model
 from mindspeed_rl.config.layout import (
     Layout,
-    has_critic_model,
     scored_stages,
     shares_critic,
     tokens_may_be_stale,
@@ -93,14 +92,12 @@ def advantage_results(config: Config) -> tuple[str, ...]:
 
 def scoring_stages(config: Config) -> dict[str, ScoringStage]:
     """Those that this run needs, in their order."""
-    reference = {"reference_log_probs": "log_probs"} if uses_reference_log_probs(config) else {}
-    of_critic = {"values": "values"} if has_critic_model(config) else {}
     of_actor = {"old_log_probs": "log_probs"} if uses_old_log_probs(config) else {}
     if shares_critic(config):
         of_actor["values"] = "values"
     stages = {
-        "reference": ScoringStage(reference, "reference_model"),
-        "value": ScoringStage(of_critic, "values"),
+        "reference": ScoringStage({"reference_log_probs": "log_probs"}, "reference_model"),
+        "value": ScoringStage({"values": "values"}, "values"),
         "old_log_prob": ScoringStage(of_actor, "old_log_p"),
     }
     return {name: stages[name] for name in scored_stages(config)}

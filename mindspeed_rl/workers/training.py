@@ -136,7 +136,8 @@ class Training:
 
     def score_what_is_ready(self, iteration: int, stage: str) -> None:
         """At most one micro-batch, so that whoever shares the device is not held up for long."""
-        count, share = self._micro_batch_size(stage), self.engine.data_parallel_rank
+        share = self.engine.data_parallel_rank
+        count = min(self._micro_batch_size(stage), self.layout.sequences_per_mini_batch_per_rank)
         claim = self.replica.share(lambda: self.dock.try_claim(stage, iteration, count, share))
         if isinstance(claim, Claim):  # else: nothing is ready yet, or nothing is left
             self._put_scores(claim, self._fetch(claim))

@@ -45,6 +45,8 @@ from mindspeed_rl.config.rules_memory import estimate
         (["rollout_is_mode=mask"], "rollout_is_mode", "staleness = 0"),
         (["rollout_is_veto_threshold=0.1"], "rollout_is_veto_threshold", "staleness = 0"),
         (["recompute_logprobs=false", "rollout_is=all"], "rollout_is", "the policy ratio holds already"),
+        (["recompute_logprobs=false", "rollout_is_mode=mask"], "rollout_is_mode", "staleness = 0"),
+        (["recompute_logprobs=false", "rollout_is_threshold=3"], "rollout_is_threshold", "the policy ratio is the"),
         (["use_kl_in_reward=true", "init_kl_coef=0"], "use_kl_in_reward", "no effect with init_kl_coef"),
         (["kl_penalty=k4"], "kl_penalty", "is unknown"),
         (["kl_penalty=full+"], "kl_penalty", "the gradient of full is exact"),

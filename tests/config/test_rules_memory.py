@@ -7,7 +7,7 @@ from mindspeed_rl.common.errors import ConfigError
 from mindspeed_rl.config.compose import load_config
 from mindspeed_rl.config.files import resolve_model
 from mindspeed_rl.config.layout import derive_layout
-from mindspeed_rl.config.memory import GIB, LOGIT_CHUNK
+from mindspeed_rl.config.memory import GIB, LOGIT_CHUNK, pass_bytes
 from mindspeed_rl.config.rules_memory import estimate
 
 H200 = "grpo_trainer_qwen25_1b5_h200"
@@ -91,13 +91,14 @@ def test_both_engines_weights_and_the_buckets_have_room_while_they_are_exchanged
 
 
 def test_a_scoring_pass_has_room_with_the_weights_and_while_generating() -> None:
-    """A layer: residual, norm and its input 3 x 1,536, gate, up and product 3 x 8,960."""
+    """A layer: residual, norm and a product 3 x 1,536, gate, up and what they make 3 x 8,960."""
     per_token = (3 * 1536 + 3 * 8960) * 2
     sizes = ["rl_config.ref_forward_micro_batch_size=64", "rl_config.actor_forward_micro_batch_size=16"]
     for more, beside in (([], 64), (["generate_config.offload_reference=true"], 16)):  # old log-probs need no move
         cfg, _ = load_config(H200, ["device_memory_gib=null", *sizes, *more])
         memory = estimate(cfg, resolve_model(cfg))
-        assert memory.scoring == 64 * cfg.actor.seq_length * per_token
+        comes = 2 * 1_543_714_304 if more else 0  # the reference
+        assert memory.scoring == 64 * cfg.actor.seq_length * per_token + comes
         assert memory.beside_rollout == beside * cfg.actor.seq_length * per_token
 
 
@@ -109,10 +110,37 @@ def test_a_smaller_scoring_pass_is_proposed() -> None:
         "generate_config.offload_reference=true",
         "device_memory_gib=44",
         "actor_config.micro_batch_size=1",
-        "rl_config.ref_forward_micro_batch_size=512",
+        *(f"rl_config.{model}_forward_micro_batch_size=512" for model in ("actor", "ref")),
     )
     assert ["scoring takes" in each for each in found] == [True]
-    assert "rl_config.ref_forward_micro_batch_size: 128" in found[0]
+    assert "rl_config.*_forward_micro_batch_size: 128 at most" in found[0]
+    # where both stay, passes have to fit beside the cache
+    (generation,) = (
+        each
+        for each in refused(H200, "device_memory_gib=130", "rl_config.ref_forward_micro_batch_size=128")
+        if "generation takes" in each
+    )
+    assert f"scoring in between {128 * 4096 * (3 * 1536 + 3 * 8960) * 2 / GIB:.1f}" in generation
+    assert "rl_config.blocking: true" in generation
+    load_config(
+        H200, ["device_memory_gib=130", "rl_config.ref_forward_micro_batch_size=128", "rl_config.blocking=true"]
+    )
+
+
+def test_scoring_with_sequence_parallelism_and_experts() -> None:
+    """Per token: 3 h / 8, one whole h put together, 3 f / 8; with experts, a dense layer is the largest."""
+    cfg, _ = load_config("grpo_trainer_qwen25_7b", ["rl_config.ref_forward_micro_batch_size=8"])
+    model, layout = resolve_model(cfg), derive_layout(cfg)
+    assert cfg.actor.sequence_parallel
+    tp = layout.tp
+    per_token = 3 * model.hidden_size / tp + model.hidden_size + 3 * model.ffn_hidden_size / tp
+    assert pass_bytes(cfg, model, layout, "reference") == pytest.approx(8 * cfg.actor.seq_length * per_token * 2)
+    cfg, _ = load_config("grpo_trainer_deepseekv2_lite_h200", ["rl_config.ref_forward_micro_batch_size=8"])
+    model, layout = resolve_model(cfg), derive_layout(cfg)
+    assert model.num_moe_layers < model.num_layers
+    largest = max(model.ffn_hidden_size * 3, 6 * (2 * model.hidden_size + 3 * model.moe_ffn_hidden_size) + 3 * 2816)
+    found = pass_bytes(cfg, model, layout, "reference") / (8 * cfg.actor.seq_length) / 2
+    assert found == pytest.approx(3 * model.hidden_size + largest, rel=1e-3)
 
 
 def test_a_smaller_token_cap_is_proposed() -> None:
@@ -166,7 +194,8 @@ def test_a_plan_is_refused_exactly_when_it_does_not_fit(limit: int) -> None:
     cfg, _ = load_config(H200, ["device_memory_gib=1000"])
     memory = estimate(cfg, resolve_model(cfg))
     share = cfg.generate_config.gpu_memory_utilization * limit
-    fits = memory.training + memory.reference <= limit * GIB and share * GIB + memory.training_kept <= limit * GIB
+    generating = share * GIB + memory.training_kept + memory.beside_rollout
+    fits = max(memory.training + memory.reference, generating) <= limit * GIB
     if fits:
         load_config(H200, [f"device_memory_gib={limit}"])
     else:

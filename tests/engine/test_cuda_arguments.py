@@ -46,12 +46,23 @@ def test_our_scheduler_is_for_the_version_that_it_was_written_for(
     assert SCHEDULER_VERSION == "0.25."
 
 
-def test_vllm_wakes_up_to_what_torch_has_given_back() -> None:
+def test_vllm_wakes_up_to_what_torch_has_given_back_and_says_what_is_asleep() -> None:
     """It asks the device itself, all of which torch's cache may hold after an update; seen on an H200."""
     done: list[str] = []
+    # MiB before and after each of the five; the fourth does not ask after it has woken up
+    free = iter([10, 80, 80, 60, 60, 11, 11, 85, 65])
     rollout = VllmEngine.__new__(VllmEngine)
-    rollout.can_sleep = True
-    rollout.device = SimpleNamespace(empty_cache=lambda: done.append("given back"))  # type: ignore[assignment]
-    rollout.llm = SimpleNamespace(wake_up=lambda tags: done.append(f"awake: {tags}"))
-    rollout.wake_up("weights")
-    assert done == ["given back", "awake: ['weights']"]
+    rollout.can_sleep, rollout.asleep_bytes, rollout._woken_bytes = True, 0, 0
+    rollout.device = SimpleNamespace(  # type: ignore[assignment]
+        empty_cache=lambda: done.append("given back"), free_memory=lambda: next(free)
+    )
+    rollout.llm = SimpleNamespace(
+        wake_up=lambda tags: done.append(f"awake: {tags}"), sleep=lambda level: done.append("asleep")
+    )
+    asleep = []
+    for act in (rollout.sleep, lambda: rollout.wake_up("weights"), lambda: rollout.wake_up("kv_cache")) * 2:
+        if len(asleep) < 5:
+            act()
+            asleep.append(rollout.asleep_bytes)
+    assert asleep == [70, 50, 0, 69, 49]
+    assert done[:4] == ["given back", "asleep", "given back", "awake: ['weights']"]

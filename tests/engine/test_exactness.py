@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from support.families import make_family
-from support.ranks import Worlds, run_ranks
+from support.ranks import Worlds, process_groups, run_ranks
 
 from examples.make_tiny_model import make_tiny_model
 from mindspeed_rl.checkpoint.hf import SINGLE_FILE, HFWeights
@@ -95,8 +95,6 @@ def pairs(size: int, experts: bool, every: bool) -> Iterator[tuple[int, list[dic
 def exchange(rank: int, root: str, folders: dict[str, tuple[str, str]], every: bool) -> dict[str, list[Any]]:
     """(training layout, pair, which model, what it generates) by family; all weights are compared on the way."""
     worlds = Worlds(rank, RANKS, root)
-    from megatron.core import parallel_state as mpu
-
     from mindspeed_rl.engine.megatron.engine import MegatronEngine, initialize_parallel_state
 
     found: dict[str, list[Any]] = {}
@@ -113,18 +111,18 @@ def exchange(rank: int, root: str, folders: dict[str, tuple[str, str]], every: b
                         for number, settings in enumerate(layouts):
                             which = number % 2  # other weights than before: what does not arrive is seen
                             cfg = MegatronConfig(**settings)
-                            initialize_parallel_state(cfg)
-                            training = MegatronEngine(
-                                cfg, model, worlds.device, 1, stored[which], with_reference=False
-                            )
-                            exported = training.export_weights(1 << 14)
-                            engine.update_weights(checked(exported, stored[which]))
-                            fresh = ((name, stored[which].tensor(name)) for name in stored[which].names)
-                            layout = f"{size} ranks, {settings}"
-                            pair = f"{family}, {layout} to TP {infer_tp}"
-                            assert engine.differing_weights(fresh) == [], pair
-                            found[family].append((layout, pair, which, generated(engine)))
-                            mpu.destroy_model_parallel()
+                            with process_groups():
+                                initialize_parallel_state(cfg)
+                                training = MegatronEngine(
+                                    cfg, model, worlds.device, 1, stored[which], with_reference=False
+                                )
+                                exported = training.export_weights(1 << 14)
+                                engine.update_weights(checked(exported, stored[which]))
+                                fresh = ((name, stored[which].tensor(name)) for name in stored[which].names)
+                                layout = f"{size} ranks, {settings}"
+                                pair = f"{family}, {layout} to TP {infer_tp}"
+                                assert engine.differing_weights(fresh) == [], pair
+                                found[family].append((layout, pair, which, generated(engine)))
     return found
 
 

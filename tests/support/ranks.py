@@ -60,12 +60,29 @@ def run_ranks(world: int, function: Callable[..., Any], *args: Any) -> list[Any]
             raise AssertionError(f"a rank failed: {errors.read_text() if errors.exists() else failure}") from None
         finally:
             for process in ranks.processes:
-                process.kill()  # after a timeout they would go on, and slow down the tests that follow
+                (
+                    process.kill(),
+                    process.join(),
+                )  # after a timeout they would go on, and slow down the tests that follow
         results = []
         for rank in range(world):
             with open(f"{folder}/{rank}", "rb") as file:
                 results.append(pickle.load(file))
         return results
+
+
+@contextmanager
+def process_groups() -> Iterator[None]:
+    """Ends Megatron's parallel state, and the groups made meanwhile: each has threads, which add up to thousands."""
+    import torch.distributed as dist
+    from megatron.core import parallel_state as mpu
+    from torch.distributed.distributed_c10d import _world
+
+    before = set(_world.pg_map)
+    yield
+    mpu.destroy_model_parallel()
+    for group in set(_world.pg_map) - before:
+        dist.destroy_process_group(group)
 
 
 class Worlds:

@@ -54,7 +54,8 @@ class VllmEngine:
         _know_model_class(model_folder)
         self.cfg, self.device, self.interruptible = cfg, device, interruptible
         self.stop_tokens = [] if cfg.sampling_config.ignore_eos else list(stop_tokens)
-        self.can_sleep, self.asleep_bytes = device.rollout_can_sleep, 0
+        self.can_sleep = device.rollout_can_sleep
+        self.asleep_bytes = self._woken_bytes = 0
         loaders: dict[str, Any] = {"cpu": cpu.reload_weights, "npu": npu.load_weights}
         self._load_weights = loaders.get(device.name) or DirectLoader().load
         self._running: dict[str, GenerationRequest] = {}  # by our name of it
@@ -188,23 +189,25 @@ class VllmEngine:
     def sleep(self) -> None:
         """Give device memory (weights, KV cache) back."""
         if self.can_sleep:
-            with self._memory_counted():
-                self.llm.sleep(level=2)
+            free = self._free_memory()
+            self.llm.sleep(level=2)
+            # what waking up took; before that, what became free, garbage among it that vLLM collects here
+            self.asleep_bytes += self._woken_bytes or self.device.free_memory() - free
+            self._woken_bytes = 0
 
     def wake_up(self, part: str) -> None:
-        """Take memory for `part`: "weights" or "kv_cache"."""
+        """Take memory for `part`: "weights" or, after those, "kv_cache"."""
         if self.can_sleep:
-            with self._memory_counted():
-                self.llm.wake_up(tags=[part])
+            free = self._free_memory()
+            self.llm.wake_up(tags=[part])
+            taken = free - self.device.free_memory()
+            self._woken_bytes += taken
+            self.asleep_bytes = 0 if part == "kv_cache" else self.asleep_bytes - taken
 
-    @contextmanager
-    def _memory_counted(self) -> Iterator[None]:
-        """What becomes free on the device meanwhile is asleep, what is taken no longer is."""
-        # vLLM asks the device itself, which torch may hold all of since an update; nor shall its cache be counted
+    def _free_memory(self) -> int:
+        """With torch's cache, which after an update may be all there is: vLLM asks the device itself."""
         self.device.empty_cache()
-        free = self.device.free_memory()
-        yield
-        self.asleep_bytes += self.device.free_memory() - free
+        return self.device.free_memory()
 
 
 @contextmanager
