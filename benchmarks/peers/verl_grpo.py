@@ -1,13 +1,14 @@
 """The step of `benchmarks/step.py` with verl's GRPO trainer (FSDP and vLLM on one GPU): run like `trl_grpo.py`.
 
 Needs, beside vLLM and Ray: verl 0.9, tensordict 0.10, torchdata, datasets, multiprocess, TransferQueue, codetiming,
-orjson, pyvers; liger_kernel for two options. No trl may be on the path: verl 0.9.1 imports of any that it finds what
-newer ones lack. What is done alike: model, prompts, 8 responses of full length for each, KL to a reference
-of weight 0.001, one update of all samples a step, computation in bfloat16, vLLM with sleep mode and as much of the
-memory, no recomputation. What is verl's own: float32 master weights, Ray actors, the reference on the host between
-its passes, log-probabilities of the policy before the update in a pass of their own, and tokens that the tokenizer
-lacks are never sampled. Only its public configuration is used. As no flash attention is there: attention by torch
-(`sdpa`), padded batches, in which nothing is padding as all sequences are of one length, and the fused output layer.
+orjson, pyvers; liger_kernel only for its two options (verl imports it where it is found). No trl may be on the path:
+verl 0.9.1 imports of any that it finds what newer ones lack. What is done alike: model, prompts, 8 responses of full
+length for each, KL to a reference of weight 0.001, one update of all samples a step, computation in bfloat16, vLLM
+with sleep mode and as much of the memory, no recomputation. What is verl's own: float32 master weights, Ray actors,
+the reference on the host between its passes, log-probabilities of the policy before the update in a pass of their
+own, and tokens that the tokenizer lacks are never sampled. Only its public configuration is used. As no flash
+attention is there: attention by torch (`sdpa`), padded batches, in which nothing is padding as all sequences are of
+one length, and the fused output layer.
 """
 
 from __future__ import annotations
@@ -21,10 +22,11 @@ import sys
 from pathlib import Path
 
 import pandas
+from transformers import AutoTokenizer
 
 SCORING = ("old_log_prob", "ref", "adv", "reward")
 GRAPHS = [1, 2, 4, 8, 16, 32, 64, *range(128, 1025, 128)]  # sizes of the batches that are decoded with CUDA graphs
-LOGICAL_CORES = 32  # what its actors reserve; they hardly use them
+LOGICAL_CORES = 20  # its actors reserve 12; for each of these Ray starts a process ahead, which none of them uses
 REWARD = """def parity(data_source, solution_str, ground_truth, extra_info=None, **extra):
     return float(len(solution_str) % 2)
 """
@@ -49,6 +51,17 @@ def write_inputs(folder: Path, own: Path) -> tuple[int, int]:
     return len(rows), max(len(row["prompt"]) for row in rows)
 
 
+def link_model(model: Path, own: Path) -> None:
+    """The same model with a newline among its tokens: verl demands one of Qwen2, though only longer chats use it."""
+    own.mkdir(exist_ok=True)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.add_tokens("\n")
+    tokenizer.save_pretrained(own)
+    for file in model.iterdir():
+        if not (own / file.name).exists():
+            (own / file.name).symlink_to(file)
+
+
 def overrides(args: argparse.Namespace, own: Path, prompts: int, length: int) -> dict[str, object]:
     """Of verl's configuration."""
     policy, actor, rollout, reference = (f"actor_rollout_ref.{part}" for part in ("model", "actor", "rollout", "ref"))
@@ -67,7 +80,7 @@ def overrides(args: argparse.Namespace, own: Path, prompts: int, length: int) ->
         "data.dataloader_num_workers": 0,
         "reward.custom_reward_function.path": own / "reward.py",
         "reward.custom_reward_function.name": "parity",
-        f"{policy}.path": args.folder / "model",
+        f"{policy}.path": own / "model",
         f"+{policy}.override_config.attn_implementation": "sdpa",
         f"{policy}.enable_gradient_checkpointing": False,
         f"{policy}.use_remove_padding": False,
@@ -159,6 +172,7 @@ def main() -> None:
         raise SystemExit("verl fails where trl is on the path")
     own = args.folder / "verl"
     prompts, length = write_inputs(args.folder, own)
+    link_model(args.folder / "model", own / "model")
     given = [f"{key}={value}" for key, value in overrides(args, own, prompts, length).items()]
     if args.show:
         print("\n".join(given))
