@@ -161,11 +161,11 @@ def main() -> None:
     settings = {
         "whole responses": (),
         "2 iterations": ("rl_config.partial_rollout_max_split=2",),
-        "4 iterations": ("rl_config.partial_rollout_max_split=4",),
-        "4 iterations, cut": (
-            "rl_config.partial_rollout_max_split=4",
+        "2 iterations, cut": (
+            "rl_config.partial_rollout_max_split=2",
             "rl_config.require_max_age_all_finished=false",
         ),
+        "4 iterations": ("rl_config.partial_rollout_max_split=4",),
         "4 iterations, threshold 0.6": (
             "rl_config.partial_rollout_max_split=4",
             "rl_config.partial_rollout_threshold=0.6",
