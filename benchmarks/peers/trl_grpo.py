@@ -8,12 +8,10 @@ and weights, gradients and Adam's moments in bfloat16, where ours are float32 be
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 os.environ.update(HF_HUB_OFFLINE="1", RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="localhost")
@@ -23,6 +21,7 @@ import torch
 from datasets import Dataset
 from transformers import AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
+from work import work_parser
 
 MICRO_BATCH = 16  # sequences; more did not fit with gradients and logits of all tokens
 
@@ -73,14 +72,7 @@ def parity(completions: list[str], **_: Any) -> list[float]:
 
 def main() -> None:
     """Run; writes what it has found."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--folder", type=Path, required=True, help="with model/ and data.jsonl")
-    parser.add_argument("--samples", type=int, required=True, help="of each prompt")
-    parser.add_argument("--response", type=int, required=True, help="tokens")
-    parser.add_argument("--steps", type=int, required=True)
-    parser.add_argument("--memory", type=float, required=True, help="share of the device for vLLM")
-    parser.add_argument("--output", type=Path, required=True)
-    args = parser.parse_args()
+    args = work_parser(__doc__).parse_args()
     rows = [json.loads(line) for line in (args.folder / "data.jsonl").read_text().splitlines()]
     prompts = Dataset.from_list([{"prompt": row["prompt"]} for row in rows * args.steps])
     model = str(args.folder / "model")

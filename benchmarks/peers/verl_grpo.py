@@ -23,6 +23,7 @@ from pathlib import Path
 
 import pandas
 from transformers import AutoTokenizer
+from work import work_parser
 
 SCORING = ("old_log_prob", "ref", "adv", "reward")
 GRAPHS = [1, 2, 4, 8, 16, 32, 64, *range(128, 1025, 128)]  # sizes of the batches that are decoded with CUDA graphs
@@ -147,13 +148,7 @@ def read_steps(path: Path) -> list[dict[str, float]]:
 
 def main() -> None:
     """Run; writes what it has found."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--folder", type=Path, required=True, help="with model/ and data.jsonl")
-    parser.add_argument("--samples", type=int, required=True, help="of each prompt")
-    parser.add_argument("--response", type=int, required=True, help="tokens")
-    parser.add_argument("--steps", type=int, required=True)
-    parser.add_argument("--memory", type=float, required=True, help="share of the device for vLLM")
-    parser.add_argument("--output", type=Path, required=True)
+    parser = work_parser(__doc__)
     parser.add_argument("--micro-batch", type=int, default=16, help="sequences of a training micro-batch")
     parser.add_argument("--forward-batch", type=int, default=64, help="sequences of a micro-batch without gradients")
     parser.add_argument("--fused", choices=["torch", "triton", "liger"], default="torch", help="output layer")

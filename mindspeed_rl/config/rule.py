@@ -11,6 +11,7 @@ from mindspeed_rl.common.errors import Violation
 Found = Iterator[Violation]
 WORLD = "rl_config.actor_resource.num_npus"
 INFER_TP = "generate_config.infer_tensor_parallel_size"
+FORWARD_SIZES = tuple(f"{model}_forward_micro_batch_size" for model in ("actor", "ref", "critic"))
 TP, PP = "actor.tensor_model_parallel_size", "actor.pipeline_model_parallel_size"
 CP, EP = "actor.context_parallel_size", "actor.expert_model_parallel_size"
 

@@ -24,7 +24,7 @@ from mindspeed_rl.config import (  # noqa: F401  # their rules register themselv
 from mindspeed_rl.config.files import actor_path, checkpoint_model, resolve_model, touches
 from mindspeed_rl.config.layout import model_parallel, pipeline_chunks
 from mindspeed_rl.config.model import ModelConfig
-from mindspeed_rl.config.rule import CP, PP, RULES, TP, WORLD, Found, Rule, divides, nearest, rule
+from mindspeed_rl.config.rule import CP, FORWARD_SIZES, PP, RULES, TP, WORLD, Found, Rule, divides, nearest, rule
 from mindspeed_rl.config.rules_memory import plan_fits_device
 from mindspeed_rl.config.schema import Config
 
@@ -46,7 +46,7 @@ _MODEL_KEYS = ("model", "actor.model", "actor.load")
 _LONGEST_NAME = 200  # file systems end at 255 bytes
 _MAX_TOKENS = "generate_config.sampling_config.max_tokens"
 _DYNAMIC, _PACKING = "rl_config.use_dynamic_bsz", "rl_config.max_packing_token_size"
-_FORWARD_SIZES = tuple(f"rl_config.{model}_forward_micro_batch_size" for model in ("actor", "ref", "critic"))
+_FORWARD_SIZES = tuple(f"rl_config.{key}" for key in FORWARD_SIZES)
 _TRAINING = ("megatron_training", "actor_config", "critic_config")
 
 

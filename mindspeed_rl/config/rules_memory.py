@@ -10,14 +10,13 @@ from mindspeed_rl.config.files import actor_path
 from mindspeed_rl.config.layout import derive_layout, uses_full_kl
 from mindspeed_rl.config.memory import GIB, MemoryEstimate, estimate_memory
 from mindspeed_rl.config.model import ModelConfig
-from mindspeed_rl.config.rule import INFER_TP, Found
+from mindspeed_rl.config.rule import FORWARD_SIZES, INFER_TP, Found
 from mindspeed_rl.config.schema import Config
 
 LIMIT = "device_memory_gib"
 OFFLOADS = ("offload_train_optimizer", "offload_train_grad", "offload_train_param", "offload_reference")
 Parts = dict[str, float]  # bytes, by what takes them
 Need = Callable[[Config, MemoryEstimate], tuple[Parts, float]]  # and how many there are for them
-FORWARD_SIZES = tuple(f"{model}_forward_micro_batch_size" for model in ("actor", "ref", "critic"))
 LEAST_BUCKET_MB = 16.0
 SHARES = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)
 
