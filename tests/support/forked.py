@@ -14,13 +14,15 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn
 
+from tests.support.forked_workers import python_of_workers
+
 ROOT = Path(__file__).resolve().parents[2]
 DEADLINE = 280  # seconds
 
 
 @cache
 def _server() -> subprocess.Popen[str]:
-    arguments = [sys.executable, str(Path(__file__).resolve())]
+    arguments = [sys.executable, "-m", "tests.support.forked"]
     return subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT)
 
 
@@ -32,7 +34,13 @@ def run_forked(command: str, arguments: list[str], output: Path) -> int:
     server = _server()
     assert server.stdin is not None
     assert server.stdout is not None
-    request = {"command": command, "arguments": arguments, "output": str(output), "environment": dict(os.environ)}
+    request = {
+        "command": command,
+        "arguments": arguments,
+        "output": str(output),
+        "environment": dict(os.environ),
+        "python_of_workers": python_of_workers(),
+    }
     print(json.dumps(request), file=server.stdin, flush=True)
     answer = server.stdout.readline()
     assert answer, "the server has ended"
@@ -59,10 +67,22 @@ def _run(request: dict[str, Any]) -> NoReturn:
     nothing = os.open(os.devnull, os.O_RDONLY)
     for source, target in ((nothing, 0), (output, 1), (output, 2)):
         os.dup2(source, target)
+    _fork_workers(request["python_of_workers"])
     sys.argv = [f"{request['command']}.py", *request["arguments"]]
     sys.exit(importlib.import_module(f"cli.{request['command']}").main(request["arguments"]))
 
 
+def _fork_workers(python: str) -> None:
+    """What Ray starts from here on asks for its workers there."""
+    import ray
+
+    init = ray.init
+
+    def init_with(*given: Any, runtime_env: dict[str, Any], **named: Any) -> Any:
+        return init(*given, runtime_env={**runtime_env, "py_executable": python}, **named)
+
+    ray.init = init_with
+
+
 if __name__ == "__main__":
-    sys.path[0] = str(ROOT)  # instead of this folder
     _serve()
