@@ -201,7 +201,8 @@ def exchange_all(rank: int, folder: str) -> dict[str, dict[str, float]]:
 
 def test_any_layout_goes_on_from_any_other(tmp_path: Path) -> None:
     for name, group in GROUPS.items():
-        make_tiny_model(tmp_path / f"model-{name}", hidden=64, ffn=128, tie=True, **group.model)
+        # 128: Megatron-core 0.12 lets buckets overlap if a value head of another size comes before a tied embedding
+        make_tiny_model(tmp_path / f"model-{name}", hidden=128, ffn=128, tie=True, **group.model)
     for found in run_ranks(RANKS, exchange_all, str(tmp_path)):
         for name in ("dense", "experts"):
             assert found[name]["metrics"] < LOSS_TOLERANCE, name

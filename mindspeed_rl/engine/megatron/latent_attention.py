@@ -6,8 +6,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.transformer_config import MLATransformerConfig
+
+from mindspeed_rl.engine.megatron.modules import rotate_packed
+from mindspeed_rl.engine.megatron.packing import PackedSequences
+from mindspeed_rl.engine.megatron.versions import IS_OLD
 
 
 class _ReplicatedLinear(torch.nn.Module):
@@ -28,10 +33,11 @@ class _ReplicatedLinear(torch.nn.Module):
 
 
 class LatentAttention(MLASelfAttention):
-    """Megatron's, with down-projections that are not divided.
+    """Megatron's, with down-projections that are not divided, over packed sequences.
 
     Its local layers divide them over tensor-parallel ranks and gather the results, and the gradient of the rotating
-    part of the keys, which all ranks' heads use, is then lost but for a rank's own heads.
+    part of the keys, which all ranks' heads use, is then lost but for a rank's own heads. Before 0.13 it takes packed
+    sequences for a batch.
     """
 
     def __init__(self, config: MLATransformerConfig, *args: Any, **kwargs: Any):
@@ -39,3 +45,38 @@ class LatentAttention(MLASelfAttention):
         if config.q_lora_rank is not None:
             self.linear_q_down_proj = _ReplicatedLinear(config, config.q_lora_rank)
         self.linear_kv_down_proj = _ReplicatedLinear(config, config.kv_lora_rank + config.qk_pos_emb_head_dim)
+
+    def get_query_key_value_tensors(
+        self,
+        hidden_states: torch.Tensor,  # [T/cp, 1, hidden], or with sequence parallelism this rank's part of the tokens
+        key_value_states: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        packed_seq_params: PackedSequences | None = None,
+        **_: Any,
+    ) -> tuple[torch.Tensor | None, ...]:
+        """Query and key [T/cp, heads, head dimension], value [T/cp, heads, value dimension], of this rank's heads."""
+        assert packed_seq_params is not None, "training input is always packed"
+        config, heads = self.config, self.num_attention_heads_per_partition
+        if config.q_lora_rank is None:
+            query, _ = self.linear_q_proj(hidden_states)
+        else:
+            query, _ = self.linear_q_up_proj(self.q_layernorm(self.linear_q_down_proj(hidden_states)[0]))
+        query = query.view(-1, heads, self.q_head_dim)
+        combined, _ = self.linear_kv_down_proj(hidden_states)
+        compressed, key_turning = combined.split([config.kv_lora_rank, config.qk_pos_emb_head_dim], dim=-1)
+        if config.sequence_parallel:
+            key_turning = gather_from_sequence_parallel_region(key_turning)
+        both, _ = self.linear_kv_up_proj(self.kv_layernorm(compressed))
+        key, value = both.view(len(query), heads, -1).split([config.qk_head_dim, config.v_head_dim], dim=-1)
+
+        # as many as the longest sequence has, of all context-parallel ranks
+        frequencies = self.rotary_pos_emb(packed_seq_params.max_seqlen_q, packed_seq=True)
+        query, query_turning = query.split([config.qk_head_dim, config.qk_pos_emb_head_dim], dim=-1)
+        query_turning, key_turning = (
+            rotate_packed(turning, frequencies, config, packed_seq_params.cu_seqlens_q)
+            for turning in (query_turning, key_turning)
+        )
+        query = torch.cat([query, query_turning], dim=-1)
+        key = torch.cat([key, key_turning.expand(-1, heads, -1)], dim=-1)
+        # newer versions ask for what queries and keys were made of, too, for a kind of attention that is not used
+        return (query, key, value) if IS_OLD else (query, key, value, None, None)

@@ -26,11 +26,11 @@ from mindspeed_rl.engine.megatron.modules import (
     PackedAttention,
     RMSNorm,
     RotaryTransformerConfig,
-    do_without_transformer_engine,
     use_packed_rotary_embedding,
 )
 from mindspeed_rl.engine.megatron.rotary import attention_scaling, inverse_frequencies
 from mindspeed_rl.engine.megatron.router import use_grouped_routers
+from mindspeed_rl.engine.megatron.versions import chunk_arguments, do_without_transformer_engine
 from mindspeed_rl.resharding.layout import WeightLayout
 from mindspeed_rl.resharding.names import global_name
 
@@ -188,7 +188,7 @@ def _build_chunk(
         share_embeddings_and_output_weights=not model.untie_embeddings_and_output_weights,
         position_embedding_type="rope",
         rotary_base=model.rotary_base,
-        vp_stage=number if len(layout.stages[pp_rank]) > 1 else None,
+        **chunk_arguments(number, len(layout.stages[pp_rank])),
     )
     if model.has_latent_attention:
         use_grouped_routers(built, model.moe_router_enable_expert_bias)

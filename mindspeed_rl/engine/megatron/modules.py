@@ -10,8 +10,6 @@ import torch.nn.functional as F
 from megatron.core import parallel_state as mpu
 from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.transformer import attention as megatron_attention
-from megatron.core.transformer import multi_latent_attention as megatron_latent_attention
-from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from mindspeed_rl.device.base import Device
@@ -98,7 +96,7 @@ class RMSNorm(torch.nn.Module):
         return self.device.rms_norm(hidden, self.weight, self.eps)
 
 
-def _rotate_packed(
+def rotate_packed(
     hidden: torch.Tensor,
     freqs: torch.Tensor,
     config: RotaryTransformerConfig | LatentTransformerConfig,
@@ -139,17 +137,4 @@ def _rotated(
 
 def use_packed_rotary_embedding() -> None:
     """Megatron's own routine for packed input splits, rotates and joins sequence by sequence."""
-    megatron_attention.apply_rotary_pos_emb = _rotate_packed
-    megatron_latent_attention.apply_rotary_pos_emb = _rotate_packed
-
-
-def do_without_transformer_engine() -> None:
-    """Megatron's router looks for a kernel under a name that exists only where Transformer Engine is installed.
-
-    Its latent attention takes Transformer Engine to be there where Megatron's own wrappers of it can be imported, but
-    without it they are no classes.
-    """
-    if not hasattr(moe_utils, "te_general_gemm"):
-        moe_utils.te_general_gemm = None
-    if not isinstance(getattr(megatron_latent_attention, "TELinear", None), type):
-        megatron_latent_attention.HAVE_TE = False
+    megatron_attention.apply_rotary_pos_emb = rotate_packed

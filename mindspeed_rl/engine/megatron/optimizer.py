@@ -13,6 +13,7 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from mindspeed_rl.config.schema import MegatronConfig
+from mindspeed_rl.engine.megatron.versions import has_parameters, optimizer_arguments, step_with_all_stages
 
 MOMENTS = ("exp_avg", "exp_avg_sq")  # as torch and its fused substitutes name Adam's
 
@@ -59,10 +60,11 @@ class Optimizer:
                 bf16=cfg.bf16,
                 params_dtype=torch.bfloat16 if cfg.bf16 else torch.float32,
                 use_distributed_optimizer=cfg.use_distributed_optimizer,
-                overlap_param_gather=cfg.overlap_param_gather,
+                **optimizer_arguments(cfg.overlap_param_gather),
             ),
             self.model,
         )
+        step_with_all_stages(self.megatron, self.model[0].config.num_moe_experts is not None)
         warmup_steps = int(cfg.lr_warmup_fraction * total_steps)
         self.scheduler = OptimizerParamScheduler(
             self.megatron,
@@ -106,7 +108,7 @@ class Optimizer:
     def _members(self) -> list[Any]:
         """Megatron has an optimizer for experts and one for all else."""
         members = getattr(self.megatron, "chained_optimizers", [self.megatron])
-        return [member for member in members if not member.is_stub_optimizer]
+        return [member for member in members if has_parameters(member)]
 
     def tensors(self) -> list[torch.Tensor]:
         """Everything the optimizer keeps beside the model: moments, and main weights where they are copies."""
