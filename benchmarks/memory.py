@@ -28,6 +28,7 @@ from mindspeed_rl.config.model import ModelConfig
 from mindspeed_rl.config.schema import Config
 from mindspeed_rl.device.select import make_device
 from mindspeed_rl.engine.base import TokenOutputs
+from mindspeed_rl.engine.megatron.bootstrap import prepare
 from mindspeed_rl.resharding.names import parameter_table
 from mindspeed_rl.types import RolloutBatch
 
@@ -126,14 +127,14 @@ def measure(rank: int, device_name: str, world: int, overrides: tuple[str, ...],
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), OMP_NUM_THREADS=str(max(1, 2 // world)))
     torch.set_num_threads(max(1, 2 // world))
     device = make_device(device_name)
-    device.install()
+    cfg = configuration(device_name, world, overrides)
+    prepare(device, cfg.actor)
     device.select(rank if device_name != "cpu" else 0)
     from mindspeed_rl.engine.megatron.engine import MegatronEngine, initialize_parallel_state
 
     dist.init_process_group(
         device.collectives_backend, init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world
     )
-    cfg = configuration(device_name, world, overrides)
     model, layout = resolve_model(cfg), derive_layout(cfg)
     initialize_parallel_state(cfg.actor)
     before = device.memory_allocated()

@@ -27,6 +27,7 @@ from training import loss
 from mindspeed_rl.config.files import resolve_model
 from mindspeed_rl.device.select import make_device
 from mindspeed_rl.engine.base import GenerationRequest
+from mindspeed_rl.engine.megatron.bootstrap import prepare
 from mindspeed_rl.types import RolloutBatch
 
 PROMPT, RESPONSE, SEQUENCES = 16, 16, 8
@@ -49,13 +50,6 @@ class Cycle:
     def __init__(self, kind: str, preset: str, folder: str):
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="localhost", MASTER_PORT="29502")
         self.device: Any = make_device(kind)
-        self.device.install()
-        self.device.select(0)
-        dist.init_process_group(
-            self.device.collectives_backend, init_method=f"file://{folder}/rendezvous", rank=0, world_size=1
-        )
-        from mindspeed_rl.engine.megatron.engine import MegatronEngine, initialize_parallel_state
-
         presets = (f"model={preset}", f"megatron_training.model={preset}", f"actor_config.model={preset}")
         length = PROMPT + RESPONSE
         cfg = configuration(
@@ -69,6 +63,13 @@ class Cycle:
                 f"actor_config.micro_batch_size={SEQUENCES}",
             ),
         )
+        prepare(self.device, cfg.actor)
+        self.device.select(0)
+        dist.init_process_group(
+            self.device.collectives_backend, init_method=f"file://{folder}/rendezvous", rank=0, world_size=1
+        )
+        from mindspeed_rl.engine.megatron.engine import MegatronEngine, initialize_parallel_state
+
         model = resolve_model(cfg)
         self.rollout = rollout_engine(model, self.device, folder, length=length)
         self.rollout.sleep()

@@ -30,6 +30,7 @@ from mindspeed_rl.config.memory import estimate_memory
 from mindspeed_rl.config.schema import Config
 from mindspeed_rl.device.select import make_device
 from mindspeed_rl.engine.base import TokenOutputs
+from mindspeed_rl.engine.megatron.bootstrap import prepare
 from mindspeed_rl.types import RolloutBatch
 
 PROMPT, LENGTH, MICRO_BATCH, REPEATS = 256, 1024, 16, 5
@@ -77,12 +78,12 @@ def measure(_: int, name: str, folder: str) -> None:
     """One case, in a process of its own: what Megatron keeps of an engine would count for the next one."""
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", CUDA_DEVICE_MAX_CONNECTIONS="1")
     device = make_device("cuda")
-    device.install()
+    cfg = configured(CASES[name])
+    prepare(device, cfg.actor)
     device.select(0)
     from mindspeed_rl.engine.megatron.engine import MegatronEngine, initialize_parallel_state
 
     rate = matmul_rate()
-    cfg = configured(CASES[name])
     model = resolve_model(cfg)
     dist.init_process_group("nccl", init_method=f"file://{folder}/rendezvous", rank=0, world_size=1)
     initialize_parallel_state(cfg.actor)

@@ -13,6 +13,7 @@ from pydantic_core import PydanticUndefined
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from mindspeed_rl.config.environment import DETERMINISTIC, NPU_VARIABLES, TRAINERS, RuntimeEnvConfig  # noqa: E402
 from mindspeed_rl.config.model import ModelConfig  # noqa: E402
 from mindspeed_rl.config.rope import RopeScaling  # noqa: E402
 from mindspeed_rl.config.rules import VERIFIERS  # noqa: E402
@@ -77,6 +78,7 @@ SECTIONS: list[tuple[str, type[BaseModel], str]] = [
     ("`generate_config`", GenerateConfig, ""),
     ("`generate_config.sampling_config`", SamplingConfig, ""),
     ("`profiler`", ProfilerConfig, ""),
+    ("`runtime_env`", RuntimeEnvConfig, ""),
     ("`model.<preset>`", ModelConfig, "Files in `configs/model/` hold one preset each, under its name."),
     ("`model.<preset>.rope_scaling`", RopeScaling, "The keys and values of Hugging Face's `config.json`."),
 ]
@@ -84,6 +86,8 @@ SECTIONS: list[tuple[str, type[BaseModel], str]] = [
 
 def type_text(schema: dict[str, Any]) -> str:
     """A JSON schema in a reader's words: kind and bounds."""
+    if schema.get("additionalProperties") == {"type": "string"} or "patternProperties" in schema:
+        return "names and texts"
     if "$ref" in schema or "allOf" in schema or schema.get("type") == "object":
         return "section"
     if "anyOf" in schema:
@@ -120,11 +124,33 @@ def table(model: type[BaseModel]) -> list[str]:
     return lines
 
 
+def variables() -> list[str]:
+    """What is known of environment variables."""
+    set_by_us = ", ".join(f"`{name}`" for name in TRAINERS)
+    deterministic = ", ".join(f"`{name}={value}`" for name, value in DETERMINISTIC.items())
+    lines = [
+        "`env_vars: {HCCL_BUFFSIZE: 400}` sets a variable for every process of the run, before it starts. Any name",
+        "can be set; of those below, which act with `device: npu` only, values are checked.",
+        "",
+        "| Variable | Values | Meaning |",
+        "|---|---|---|",
+    ]
+    lines += [f"| `{name}` | {known.values} | {known.meaning} |" for name, known in NPU_VARIABLES.items()]
+    lines += [
+        "",
+        f"`npu_deterministic: true` sets {deterministic}.",
+        "",
+        f"The trainer sets these itself, so they are refused: {set_by_us}.",
+    ]
+    return lines
+
+
 def render() -> str:
     """The whole document."""
     parts = [INTRODUCTION.replace("VERIFIERS", ", ".join(f"`{name}`" for name in VERIFIERS))]
     for title, model, remark in SECTIONS:
-        parts.append("\n".join([f"## {title}", "", *([remark, ""] if remark else []), *table(model), ""]))
+        known = ["", *variables()] if model is RuntimeEnvConfig else []
+        parts.append("\n".join([f"## {title}", "", *([remark, ""] if remark else []), *table(model), *known, ""]))
     return "\n".join(parts)
 
 

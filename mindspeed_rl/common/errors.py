@@ -38,6 +38,13 @@ class ConfigError(MindSpeedRLError, ValueError):
         head = f"{count} configuration error{'s' if count != 1 else ''}:"
         super().__init__("\n".join([head, *(f"  - {violation}" for violation in self.violations)]))
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.violations,)  # else it would be made of its own text, where a worker has raised it
+
+
+class SetupError(MindSpeedRLError, RuntimeError):
+    """A process that cannot be prepared for its work: something comes too late, or does not go together."""
+
 
 class DataError(MindSpeedRLError, ValueError):
     """A data set, tokenizer or sample that cannot be used; names the file and line."""

@@ -185,17 +185,23 @@ def _layer_elements(cfg: Config, model: ModelConfig, layout: Layout) -> _LayerEl
     replicated = tp if cfg.actor.sequence_parallel else 1
     latents = 2 * ((model.q_lora_rank or 0) + (model.kv_lora_rank or 0)) / replicated
     heads = (2 * model.num_attention_heads + 2 * model.num_query_groups) * model.kv_channels / tp
-    dense = 3 * model.ffn_hidden_size / tp
-    routed = (model.moe_router_topk or 0) * (2 * model.hidden_size + 3 * (model.moe_ffn_hidden_size or 0) / tp)
-    routed += 3 * (model.moe_shared_expert_intermediate_size or 0) / tp
+    dense, experts = _mlp_elements(model, tp, 3)
+    kept_dense, kept_experts = _mlp_elements(model, tp, 2 if cfg.actor.recompute_activation_function else 3)
     share = model.num_moe_layers / model.num_layers
     return _LayerElements(
         hidden=model.hidden_size / replicated,
         gathered=model.hidden_size if replicated > 1 else 0,
         attention=latents + heads,
-        mlp=(1 - share) * dense + share * routed,
-        largest_mlp=max(dense if share < 1 else 0, routed if share else 0),
+        mlp=(1 - share) * kept_dense + share * kept_experts,
+        largest_mlp=max(dense if share < 1 else 0, experts if share else 0),
     )
+
+
+def _mlp_elements(model: ModelConfig, tp: int, parts: int) -> tuple[float, float]:
+    """Of a token in a layer without and with experts; `parts`: gate, up, and their product unless it is made anew."""
+    routed = (model.moe_router_topk or 0) * (2 * model.hidden_size + parts * (model.moe_ffn_hidden_size or 0) / tp)
+    shared = parts * (model.moe_shared_expert_intermediate_size or 0) / tp
+    return parts * model.ffn_hidden_size / tp, routed + shared
 
 
 def pass_bytes(cfg: Config, model: ModelConfig, layout: Layout, stage: str) -> int:

@@ -16,6 +16,7 @@ from typing import Any
 from mindspeed_rl.common.errors import ConfigError, Violation
 from mindspeed_rl.config import (  # noqa: F401  # their rules register themselves
     rules_algorithm,
+    rules_ascend,
     rules_devices,
     rules_experts,
     rules_profiler,

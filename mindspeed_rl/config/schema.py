@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AliasChoices, Field, model_validator
 
 from mindspeed_rl.config.algorithm import AlgorithmConfig
+from mindspeed_rl.config.environment import DETERMINISTIC, RuntimeEnvConfig
 from mindspeed_rl.config.model import ModelConfig
 from mindspeed_rl.config.section import (
     Count,
@@ -95,6 +96,41 @@ class MegatronConfig(Section):
     )
     recompute_num_layers: Count | None = Field(
         None, description="with `full`: layers of a group (uniform), or layers recomputed (block)"
+    )
+    recompute_activation_function: Switch = Field(
+        False,
+        description="compute the MLP's activation anew in the backward pass instead of keeping it; npu only, where "
+        "MindSpeed does it",
+    )
+    # kernels, and features of MindSpeed (docs/ascend.md)
+    use_flash_attn: Switch | None = Field(
+        None, description="attention over packed sequences in the device's fused kernel; only true, which null means"
+    )
+    use_fused_rmsnorm: Switch | None = Field(
+        None, description="RMS norm in one kernel: npu true or false, cuda true, cpu false; null: the first of these"
+    )
+    use_fused_swiglu: Switch | None = Field(
+        None, description="SwiGLU in one kernel: npu and cuda true or false, cpu false; null: the first of these"
+    )
+    use_fused_rotary_pos_emb: Switch | None = Field(
+        None, description="rotary embedding in one kernel: npu true or false, cuda true, cpu false; null: the first"
+    )
+    reuse_fp32_param: Switch = Field(
+        False, description="only false: bf16 weights in the halves of float32 main weights, which others read here"
+    )
+    swap_optimizer: Switch = Field(
+        False,
+        description="only false: optimizer state on the host, but for the step; offload_train_optimizer keeps it "
+        "there while generating",
+    )
+    swap_attention: Switch = Field(
+        False, description="only false: activations on the host until the backward pass; see recompute_granularity"
+    )
+    moe_tp_extend_ep: Switch = Field(
+        False, description="only false: tensor-parallel ranks hold whole experts; see expert_model_parallel_size"
+    )
+    npu_deterministic: Switch = Field(
+        False, description="the same results from the same inputs, at the cost of speed; npu only"
     )
     distributed_timeout_minutes: Minutes = Field(10, description="deadline of one collective")
     # optimizer
@@ -382,6 +418,9 @@ class Config(Section):
     device_memory_gib: Annotated[float, Field(gt=0)] | None = Field(
         None, description="memory of one device: a plan that cannot fit is refused; null: it is found out by running"
     )
+    runtime_env: RuntimeEnvConfig = Field(
+        RuntimeEnvConfig(), description="environment of the processes that the run starts"
+    )
     ray_address: str | None = Field(None, description="running Ray cluster; null: RAY_ADDRESS, else start one here")
     output_dir: str = Field("outputs", description="parent of the run folder: logs, metrics, resolved configuration")
     trace: Switch = Field(
@@ -403,6 +442,11 @@ class Config(Section):
     def critic(self) -> MegatronConfig:
         """`actor` overlaid with the keys that `critic_config` sets."""
         return _overlaid(self.actor, self.critic_config)
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Variables of every process that the run starts, beside those that the trainer sets itself."""
+        return {**(DETERMINISTIC if self.actor.npu_deterministic else {}), **self.runtime_env.env_vars}
 
 
 def _overlaid(base: MegatronConfig, changes: MegatronConfig) -> MegatronConfig:

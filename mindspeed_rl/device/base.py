@@ -56,6 +56,29 @@ class BlockAttention(Protocol):
         """
 
 
+class Swiglu(Protocol):
+    """SiLU of one half of the channels, times the other half."""
+
+    def __call__(self, gate_and_up: torch.Tensor) -> torch.Tensor:
+        """[T, 2 f], the half that goes through SiLU first, to [T, f]. There may be no rows."""
+
+
+class Rotate(Protocol):
+    """Rotary position embedding: pairs of channels turn by an angle."""
+
+    def __call__(
+        self, hidden: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor, interleaved: bool
+    ) -> torch.Tensor:
+        """Turn all channels.
+
+        Args:
+            hidden: [T, heads, d].
+            cosines: [T, d], of the dtype of `hidden`, -1 to 1; both channels of a pair have the same.
+            sines: as `cosines`.
+            interleaved: the channels of a pair are neighbours; False: they are d / 2 apart.
+        """
+
+
 class Device(Protocol):
     """A kind of device, chosen once in each worker process.
 
@@ -67,12 +90,13 @@ class Device(Protocol):
     ray_resource: str | None  # Ray resource that counts these devices; None: plain CPUs
     visible_devices_variable: str | None  # environment variable that narrows what a process sees
     rollout_can_sleep: bool  # vLLM can give its memory back between generations
-    fuses_activations: bool  # Megatron's fused activation kernels run here
+    swiglu: Swiglu | None  # in one kernel, in place of Megatron's own fused one; None: that runs here, or none does
+    rotate: Rotate | None  # in one kernel; None: written out, and compiled where torch's compiler is used
     groups_matmuls: bool  # torch multiplies groups of rows with a matrix each (`torch.nn.functional.grouped_mm`) here
     block_attention: BlockAttention | None  # what ring attention is made of; None: not on this device
 
     def install(self) -> None:
-        """Adapt Megatron-core to this device. Must run before megatron is first imported."""
+        """Adapt torch to this device. Called by `engine.megatron.bootstrap`, before megatron is first imported."""
 
     def available(self) -> bool:
         """True if this process can use such a device."""
@@ -155,7 +179,7 @@ class Device(Protocol):
         """
 
     def rms_norm(self, hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        """Root-mean-square norm over the last dimension (Zhang & Sennrich 2019)."""
+        """Root-mean-square norm over the last dimension (Zhang & Sennrich 2019), in one kernel where there is one."""
 
     def profile(self, path: Path, shapes: bool, memory: bool, stack: bool) -> AbstractContextManager[Any]:
         """Record what host and device do inside, and write it when that ends, to `path` with a suffix.

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from mindspeed_rl.device.base import BlockAttention
+from mindspeed_rl.device.base import BlockAttention, Rotate, Swiglu
 from mindspeed_rl.device.profiler import torch_profile
 
 
@@ -22,7 +22,8 @@ class CpuDevice:
     ray_resource: str | None = None
     visible_devices_variable: str | None = None
     rollout_can_sleep = False
-    fuses_activations = False
+    swiglu: Swiglu | None = None
+    rotate: Rotate | None = None
     groups_matmuls = True
     block_attention: BlockAttention | None
 

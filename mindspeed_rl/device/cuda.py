@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
-from mindspeed_rl.device.base import BlockAttention
+from mindspeed_rl.device.base import BlockAttention, Rotate, Swiglu
 from mindspeed_rl.device.profiler import torch_profile
 
 # NVIDIA data sheets, dense
@@ -25,7 +25,8 @@ class CudaDevice:
     ray_resource: str | None = "GPU"
     visible_devices_variable: str | None = "CUDA_VISIBLE_DEVICES"
     rollout_can_sleep = True
-    fuses_activations = True
+    swiglu: Swiglu | None = None
+    rotate: Rotate | None = None
     groups_matmuls = True
     block_attention: BlockAttention | None
 

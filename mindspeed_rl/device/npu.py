@@ -8,14 +8,36 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
-from mindspeed_rl.device.base import BlockAttention
+from mindspeed_rl.device.base import BlockAttention, Rotate, Swiglu
 
 
 def _npu() -> Any:
     import torch_npu  # noqa: F401  (registers torch.npu)
 
     return torch.npu  # type: ignore[attr-defined]
+
+
+def _swiglu(gate_and_up: torch.Tensor) -> torch.Tensor:
+    """See `mindspeed_rl.device.base.Swiglu`. The kernel takes no empty tensors, as of an expert without tokens."""
+    import torch_npu
+
+    if not len(gate_and_up):
+        gate, up = gate_and_up.chunk(2, dim=-1)
+        return F.silu(gate) * up
+    fused: torch.Tensor = torch_npu.npu_swiglu(gate_and_up, dim=-1)
+    return fused
+
+
+def _rotate(hidden: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor, interleaved: bool) -> torch.Tensor:
+    """See `mindspeed_rl.device.base.Rotate`. The kernel's layout BSND with a batch of one limits no tokens."""
+    import torch_npu
+
+    mode = "interleave" if interleaved else "half"
+    angles = (cosines[None, :, None], sines[None, :, None])  # [1, T, 1, d]
+    rotated: torch.Tensor = torch_npu.npu_rotary_mul(hidden[None].contiguous(), *angles, rotary_mode=mode)
+    return rotated[0]
 
 
 class NpuDevice:
@@ -26,18 +48,20 @@ class NpuDevice:
     ray_resource: str | None = "NPU"
     visible_devices_variable: str | None = "ASCEND_RT_VISIBLE_DEVICES"
     rollout_can_sleep = True
-    fuses_activations = False
     groups_matmuls = False
     # not built: the fused kernel gives the softmax's maximum and sum, not a log-sum-exp
     block_attention: BlockAttention | None = None
 
+    swiglu: Swiglu | None
+    rotate: Rotate | None
+
     def __init__(self) -> None:
+        self.swiglu, self.rotate = _swiglu, _rotate
         self._causal_mask: torch.Tensor | None = None
 
     def install(self) -> None:
-        """MindSpeed redirects torch.cuda to the NPU and patches Megatron-core; it must come before megatron."""
-        import torch_npu  # noqa: F401
-        from mindspeed import megatron_adaptor  # noqa: F401
+        """What adapts Megatron, MindSpeed, is given the run's arguments by `engine.megatron.bootstrap`."""
+        _npu()
 
     def available(self) -> bool:
         return find_spec("torch_npu") is not None and bool(_npu().is_available())

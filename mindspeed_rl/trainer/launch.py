@@ -17,7 +17,7 @@ from ray.exceptions import GetTimeoutError, RayActorError
 from mindspeed_rl.common.errors import ConfigError, Violation
 from mindspeed_rl.common.logging import setup_logging
 from mindspeed_rl.config.layout import Layout
-from mindspeed_rl.config.rules_devices import ring_attention_runs_on
+from mindspeed_rl.config.rules_ascend import unfit_for
 from mindspeed_rl.config.schema import Config
 from mindspeed_rl.device.base import Device
 from mindspeed_rl.device.select import make_device
@@ -104,12 +104,13 @@ def _ray(config: Config, layout: Layout) -> Iterator[None]:
     local = int(2 * config.rl_config.num_cpus_for_local_task + 1)
     # on a small machine Ray must not wait for cores: its counts are for placement, they reserve nothing
     cpus = None if address else max(os.cpu_count() or 1, layout.devices + local)
+    # a checkout need not be installed
     paths = [str(Path(__file__).resolve().parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
     try:
         ray.init(
             address=address or "local",  # a Ray that happens to run on this machine is joined only if it is named
             num_cpus=cpus,
-            runtime_env={"env_vars": {"PYTHONPATH": os.pathsep.join(paths)}},  # a checkout need not be installed
+            runtime_env={"env_vars": {**config.environment, "PYTHONPATH": os.pathsep.join(paths)}},
             include_dashboard=False,
             log_to_driver=False,
             logging_level=logging.WARNING,
@@ -131,7 +132,7 @@ def _device(config: Config, layout: Layout) -> Device:
     kind = config.device
     if kind == "auto":
         kind = "npu" if resources.get("NPU") else "cuda" if resources.get("GPU") else "cpu"
-    if unfit := list(ring_attention_runs_on(config, kind)):
+    if unfit := list(unfit_for(config, kind)):
         raise ConfigError(unfit)
     device = make_device(kind, here=False)
     found = resources.get(device.ray_resource, 0) if device.ray_resource else layout.devices

@@ -11,6 +11,7 @@ from datetime import timedelta
 from functools import cached_property
 
 import ray
+import torch
 import torch.distributed as dist
 
 from mindspeed_rl.common.logging import setup_logging
@@ -139,10 +140,18 @@ class Worker:
             probe.bind(("", 0))
             return f"{ray.util.get_node_ip_address()}:{probe.getsockname()[1]}"
 
+    def prepare(self, device: Device) -> None:
+        """Adapt this process to its device, before anything that needs that is imported."""
+        from mindspeed_rl.engine.megatron.bootstrap import prepare
+
+        prepare(device, self.config.actor)
+
     def join(self, address: str, world: int, dock: TransferDock) -> None:
         """Take this process's device and join the `world` ranks whose rank 0 is at `address`."""
         device = make_device(self.config.device)
-        device.install()
+        self.prepare(device)
+        if self.config.actor.npu_deterministic:
+            torch.use_deterministic_algorithms(True)  # the variables that belong to it came with the process
         device.select(0)  # Ray shows each worker its own device only
         logger.info("%s of %d visible, %.1f GiB", device.name, device.count(), device.total_memory() / 2**30)
         host, port = address.rsplit(":", 1)

@@ -108,7 +108,8 @@ class WorkerGroup:
             num_cpus=1,
             num_gpus=1 if device.ray_resource == "GPU" else 0,
             resources=resources,
-            runtime_env={"env_vars": device.worker_environment(layout.devices)},
+            # what the user says wins, as in OMP_NUM_THREADS; what may not be changed is refused before
+            runtime_env={"env_vars": {**device.worker_environment(layout.devices), **config.environment}},
         )
         self.workers: list[Any] = [
             actor.remote(rank, first + rank, config, layout, model, log_folder) for rank in range(world)

@@ -9,6 +9,7 @@ import ray
 import torch
 
 from mindspeed_rl.common.timing import Timings
+from mindspeed_rl.device.base import Device
 from mindspeed_rl.transfer_dock.spec import TransferDock
 from mindspeed_rl.workers.context import Worker, WorkerReport
 from mindspeed_rl.workers.profiling import profiled
@@ -19,6 +20,10 @@ from mindspeed_rl.workers.weights import unpack_weights
 
 class RolloutWorker(Worker):
     """One rank that generates, with the newest weights that the training ranks have published."""
+
+    def prepare(self, device: Device) -> None:
+        """Megatron runs in other processes: what adapts it would only get in vLLM's way."""
+        device.install()
 
     def start(self, address: str, dock: TransferDock, hf_folder: str, stop_tokens: Sequence[int], board: Any) -> None:
         """Join the world at `address` and build the engine; its weights will come from `board`, a `WeightBoard`."""

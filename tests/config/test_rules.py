@@ -2,6 +2,7 @@
 
 import pytest
 from algorithm_examples import ALGORITHM_EXAMPLES, CLIP_HIGHER, PPO
+from ascend_examples import ASCEND_EXAMPLES
 from expert_examples import EXPERT_EXAMPLES
 from violations import BASE, DYNAMIC, SEPARATE, violations_of
 
@@ -254,6 +255,7 @@ EXAMPLES = {
         ["rl_config.rule_reward=false"],
         "rl_config.rule_reward", False, "reward models are not built", "set it to true",
     ),
+    **ASCEND_EXAMPLES,
     **EXPERT_EXAMPLES,
     **ALGORITHM_EXAMPLES,
 }  # fmt: skip

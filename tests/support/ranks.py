@@ -91,11 +91,13 @@ class Worlds:
     def __init__(self, rank: int, ranks: int, root: str):
         import torch.distributed as dist
 
+        from mindspeed_rl.config.schema import MegatronConfig
         from mindspeed_rl.device.select import make_device
+        from mindspeed_rl.engine.megatron.bootstrap import prepare
 
         self.rank, self.ranks, self.root, self.number = rank, ranks, root, 0
         self.device = make_device("cpu")
-        self.device.install()
+        prepare(self.device, MegatronConfig())
         self.store = dist.FileStore(f"{root}/meeting", ranks)
         dist.destroy_process_group()
 

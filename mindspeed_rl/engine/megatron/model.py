@@ -14,6 +14,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from mindspeed_rl.config.kernels import uses_kernel
 from mindspeed_rl.config.layout import Chunks
 from mindspeed_rl.config.model import ModelConfig
 from mindspeed_rl.config.schema import MegatronConfig
@@ -26,6 +27,7 @@ from mindspeed_rl.engine.megatron.modules import (
     PackedAttention,
     RMSNorm,
     RotaryTransformerConfig,
+    use_activation_kernel,
     use_packed_rotary_embedding,
 )
 from mindspeed_rl.engine.megatron.rotary import attention_scaling, inverse_frequencies
@@ -88,7 +90,9 @@ def transformer_config(cfg: MegatronConfig, model: ModelConfig, device: Device, 
         persist_layer_norm=False,
         gradient_accumulation_fusion=False,
         bias_dropout_fusion=False,
-        bias_activation_fusion=device.fuses_activations,
+        bias_activation_fusion=uses_kernel(cfg, "use_fused_swiglu", device.name),
+        rotate=device.rotate if uses_kernel(cfg, "use_fused_rotary_pos_emb", device.name) else None,
+        fused_rms_norm=uses_kernel(cfg, "use_fused_rmsnorm", device.name),
     )
 
 
@@ -158,6 +162,8 @@ def build_model(cfg: MegatronConfig, model: ModelConfig, device: Device, layout:
     """This rank's chunks of the model; their weights are not initialised."""
     config = transformer_config(cfg, model, device, layout.stages)
     use_packed_rotary_embedding()
+    if device.swiglu is not None:
+        use_activation_kernel(device.swiglu)
     do_without_transformer_engine()
     chunks = layout.stages[mpu.get_pipeline_model_parallel_rank()]
     built = [_build_chunk(config, cfg, model, device, layout, number) for number in range(len(chunks))]

@@ -10,9 +10,11 @@ import torch.nn.functional as F
 from megatron.core import parallel_state as mpu
 from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.transformer import attention as megatron_attention
+from megatron.core.transformer import mlp as megatron_mlp
+from megatron.core.transformer.moe import shared_experts
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
-from mindspeed_rl.device.base import Device
+from mindspeed_rl.device.base import Device, Rotate, Swiglu
 from mindspeed_rl.device.kernels import fused
 from mindspeed_rl.engine.megatron.context_parallel import heads_to_tokens, tokens_to_heads
 from mindspeed_rl.engine.megatron.packing import PackedSequences
@@ -21,9 +23,11 @@ from mindspeed_rl.engine.megatron.ring_attention import ring_attention
 
 @dataclass
 class RotaryTransformerConfig(TransformerConfig):
-    """Megatron's configuration, and what the rotary embedding's cosines and sines are multiplied with."""
+    """Megatron's configuration, and what our modules need to know."""
 
-    attention_scaling: float = 1.0
+    attention_scaling: float = 1.0  # what the rotary embedding's cosines and sines are multiplied with
+    rotate: Rotate | None = None  # the kernel that the rotary embedding runs in; None: it is written out
+    fused_rms_norm: bool = True  # by the device's kernel; False: by torch's operation
 
 
 @dataclass
@@ -31,6 +35,8 @@ class LatentTransformerConfig(MLATransformerConfig):
     """The same for latent attention."""
 
     attention_scaling: float = 1.0
+    rotate: Rotate | None = None
+    fused_rms_norm: bool = True
 
 
 class PackedAttention(torch.nn.Module):
@@ -81,11 +87,21 @@ class PackedAttention(torch.nn.Module):
 
 
 class RMSNorm(torch.nn.Module):
-    """The device's RMS norm; its gradient is summed over tensor-parallel ranks under sequence parallelism."""
+    """RMS norm in the device's kernel, or in torch's operation.
 
-    def __init__(self, config: TransformerConfig, hidden_size: int, device: Device, eps: float = 1e-6, **_: Any):
+    Under sequence parallelism the weight's gradient is summed over tensor-parallel ranks.
+    """
+
+    def __init__(
+        self,
+        config: RotaryTransformerConfig | LatentTransformerConfig,
+        hidden_size: int,
+        device: Device,
+        eps: float = 1e-6,
+        **_: Any,
+    ):
         super().__init__()
-        self.device, self.eps = device, eps
+        self.device, self.eps, self.fused = device, eps, config.fused_rms_norm
         self.weight = torch.nn.Parameter(
             torch.ones(hidden_size, dtype=config.params_dtype, device=torch.cuda.current_device())
         )
@@ -93,6 +109,8 @@ class RMSNorm(torch.nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        if not self.fused:
+            return F.rms_norm(hidden, self.weight.shape, self.weight, self.eps)
         return self.device.rms_norm(hidden, self.weight, self.eps)
 
 
@@ -109,7 +127,10 @@ def rotate_packed(
     """
     assert cu_seqlens is not None, "training input is always packed"
     settings = config.rotary_interleaved, config.multi_latent_attention, config.attention_scaling
-    return fused(_rotated, hidden, freqs, cu_seqlens, mpu.get_context_parallel_rank(), *settings)
+    rank = mpu.get_context_parallel_rank()
+    if config.rotate is not None:
+        return _rotated_by(config.rotate, hidden, freqs, cu_seqlens, rank, *settings)
+    return fused(_rotated, hidden, freqs, cu_seqlens, rank, *settings)
 
 
 def _rotated(
@@ -122,12 +143,9 @@ def _rotated(
     scaling: float,
 ) -> torch.Tensor:
     """The tokens of a context-parallel rank."""
-    tokens = torch.arange(len(hidden), dtype=cu_seqlens.dtype, device=hidden.device) + rank * len(hidden)
-    # of the bounds as they are: of a part of them torch's compiler takes the beginning
-    positions = tokens - cu_seqlens[torch.bucketize(tokens, cu_seqlens, right=True) - 1]
     rotated: torch.Tensor = rope_utils._apply_rotary_pos_emb_bshd(
         hidden.unsqueeze(1),
-        freqs[positions],
+        freqs[_positions(hidden, cu_seqlens, rank)],
         rotary_interleaved=interleaved,
         multi_latent_attention=neighbours,
         mscale=scaling,
@@ -135,6 +153,52 @@ def _rotated(
     return rotated.squeeze(1)
 
 
+def _positions(hidden: torch.Tensor, cu_seqlens: torch.Tensor, rank: int) -> torch.Tensor:
+    """Of a context-parallel rank's tokens in their sequences."""
+    tokens = torch.arange(len(hidden), dtype=cu_seqlens.dtype, device=hidden.device) + rank * len(hidden)
+    # of the bounds as they are: of a part of them torch's compiler takes the beginning
+    return tokens - cu_seqlens[torch.bucketize(tokens, cu_seqlens, right=True) - 1]
+
+
+def _rotated_by(
+    rotate: Rotate,
+    hidden: torch.Tensor,
+    freqs: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    rank: int,
+    interleaved: bool,
+    neighbours: bool,
+    scaling: float,
+) -> torch.Tensor:
+    """The same in a kernel. As in Megatron, neighbours that turn together are half the channels apart afterwards."""
+    size = freqs.shape[-1]
+    turning, rest = hidden[..., :size], hidden[..., size:]
+    if neighbours:
+        turning = torch.cat((turning[..., 0::2], turning[..., 1::2]), dim=-1)
+    angles = freqs[_positions(hidden, cu_seqlens, rank)].reshape(len(hidden), size)
+    turned = rotate(turning, angles.cos().to(hidden.dtype), angles.sin().to(hidden.dtype), interleaved)
+    if scaling != 1.0:  # afterwards: kernels take cosines and sines, which are not above 1
+        turned = turned * scaling
+    return torch.cat((turned, rest), dim=-1)
+
+
 def use_packed_rotary_embedding() -> None:
     """Megatron's own routine for packed input splits, rotates and joins sequence by sequence."""
     megatron_attention.apply_rotary_pos_emb = rotate_packed
+
+
+def use_activation_kernel(swiglu: Swiglu) -> None:
+    """Take a kernel in place of Megatron's fused activation, which is written for CUDA."""
+
+    def activate(hidden: torch.Tensor, bias: torch.Tensor | None, *_: Any) -> torch.Tensor:
+        assert bias is None, "no model has biases in its MLP"
+        *rows, width = hidden.shape
+        return swiglu(hidden.reshape(-1, width)).view(*rows, width // 2)
+
+    def activate_weighted(
+        hidden: torch.Tensor, bias: torch.Tensor | None, weights: torch.Tensor, *_: Any
+    ) -> torch.Tensor:
+        return (activate(hidden, bias) * weights).to(hidden.dtype)
+
+    megatron_mlp.bias_swiglu_impl = shared_experts.bias_swiglu_impl = activate
+    megatron_mlp.weighted_bias_swiglu_impl = activate_weighted
