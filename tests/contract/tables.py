@@ -343,12 +343,6 @@ CALLED: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
 
 # What is known not to fit: (line, symbol) -> the problem, as the report prints it. One that is solved fails the test.
 KNOWN = {
-    ("stable", "megatron.core.models.gpt:GPTModel"): "has no parameter vp_stage",
-    ("stable", "megatron.core.optimizer:OptimizerConfig"): "has no parameter overlap_param_gather",
-    (
-        "stable",
-        "vllm.utils.torch_utils:set_default_torch_dtype",  # it is in vllm.model_executor.model_loader.utils
-    ): "there is no module vllm.utils.torch_utils",
     (
         "stable",
         "vllm.config:CompilationConfig.static_all_moe_layers",  # only set, and nothing there reads it

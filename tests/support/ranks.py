@@ -71,16 +71,23 @@ def run_ranks(world: int, function: Callable[..., Any], *args: Any) -> list[Any]
         return results
 
 
+def leave_parallel_state() -> None:
+    """End Megatron's, all of it: 0.12 still knows which ranks were in a group that is gone."""
+    from megatron.core import parallel_state as mpu
+
+    mpu.destroy_model_parallel()
+    mpu._EMBEDDING_GLOBAL_RANKS = mpu._POSITION_EMBEDDING_GLOBAL_RANKS = None
+
+
 @contextmanager
 def process_groups() -> Iterator[None]:
     """Ends Megatron's parallel state, and the groups made meanwhile: each has threads, which add up to thousands."""
     import torch.distributed as dist
-    from megatron.core import parallel_state as mpu
     from torch.distributed.distributed_c10d import _world
 
     before = set(_world.pg_map)
     yield
-    mpu.destroy_model_parallel()
+    leave_parallel_state()
     for group in set(_world.pg_map) - before:
         dist.destroy_process_group(group)
 
@@ -105,7 +112,6 @@ class Worlds:
     def world(self, size: int) -> Iterator[bool]:
         """Whether this rank takes part; ends when all of the world have ended it."""
         import torch.distributed as dist
-        from megatron.core import parallel_state as mpu
 
         self.number += 1
         if self.rank < size:
@@ -113,7 +119,7 @@ class Worlds:
             dist.init_process_group("gloo", init_method=method, rank=self.rank, world_size=size)
         yield self.rank < size
         if self.rank < size:
-            mpu.destroy_model_parallel()
+            leave_parallel_state()
             if dist.is_initialized():  # vLLM takes it along
                 dist.destroy_process_group()
         if self.store.add(f"ended{self.number}", 1) == self.ranks:

@@ -18,6 +18,7 @@ from mindspeed_rl.device.base import Device
 from mindspeed_rl.engine.base import Generation, GenerationRequest
 from mindspeed_rl.engine.vllm import cpu, cuda, npu, validation
 from mindspeed_rl.engine.vllm.direct_load import DirectLoader
+from mindspeed_rl.engine.vllm.versions import name_of_request, sampling_arguments
 
 
 class VllmEngine:
@@ -98,9 +99,6 @@ class VllmEngine:
         from vllm.sampling_params import RequestOutputKind
 
         sampling = self.cfg.sampling_config
-        newer: dict[str, Any] = {}
-        if "flat_logprobs" in SamplingParams.__struct_fields__:
-            newer["flat_logprobs"] = True  # instead of an object for each token
         return SamplingParams(
             output_kind=RequestOutputKind.CUMULATIVE if self.interruptible else RequestOutputKind.FINAL_ONLY,
             temperature=0.0 if request.greedy else sampling.temperature,  # 0: top_p and the like have no effect
@@ -114,7 +112,7 @@ class VllmEngine:
             stop_token_ids=self.stop_tokens,
             ignore_eos=sampling.ignore_eos,
             detokenize=sampling.detokenize,
-            **newer,
+            **sampling_arguments(SamplingParams),
         )
 
     def generate(self, requests: Sequence[GenerationRequest]) -> Iterator[list[Generation]]:
@@ -123,8 +121,8 @@ class VllmEngine:
         for request in requests:
             prompt: Any = {"prompt_token_ids": [*request.prompt.tolist(), *request.generated]}
             name = f"{request.row} greedy" if request.greedy else str(request.row)
-            # versions before 0.12 return nothing, and take our name
-            self._engine_names[name] = engine.add_request(name, prompt, self._sampling_params(request)) or name
+            returned = engine.add_request(name, prompt, self._sampling_params(request))
+            self._engine_names[name] = name_of_request(returned, name)
             self._running[name] = request
         with _no_garbage_collection():
             while engine.has_unfinished_requests():

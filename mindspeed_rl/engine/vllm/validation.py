@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from mindspeed_rl.engine.vllm import npu
+from mindspeed_rl.engine.vllm.versions import default_dtype
 from mindspeed_rl.resharding.checksums import BITS
 
 PROBES = 256  # rows of the identity at a time: bounds the memory of what is read out
@@ -40,15 +41,14 @@ def differing_weights(worker: Any, weights: Iterable[tuple[str, torch.Tensor]]) 
 def _new_model(worker: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> torch.nn.Module:
     """Another instance of the worker's model, which loads `weights` for the first time."""
     from vllm.model_executor.model_loader.utils import initialize_model, process_weights_after_loading
-    from vllm.utils.torch_utils import set_default_torch_dtype
 
     config = copy.copy(worker.vllm_config)
     config.compilation_config = copy.copy(config.compilation_config)
     # layers enter themselves there by name, and may do so once
     config.compilation_config.static_forward_context = {}
-    config.compilation_config.static_all_moe_layers = []
+    config.compilation_config.static_all_moe_layers = []  # since 0.12; before, nothing reads it
     device = torch.device(worker.device)
-    with torch.no_grad(), set_default_torch_dtype(config.model_config.dtype), device:
+    with torch.no_grad(), default_dtype(config.model_config.dtype), device:
         model: Any = initialize_model(vllm_config=config)
         model.load_weights(iter(weights))
         process_weights_after_loading(model, config.model_config, device)
