@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from support.checkpoints import load, save
-from support.ranks import Worlds, run_ranks
+from support.ranks import Worlds, leave_parallel_state, run_ranks
 from test_exactness import make_models
 from test_experts import EP
 from test_training_layouts import (
@@ -214,7 +214,6 @@ def change_precision(rank: int, folder: str, root: str) -> None:
 
     device = make_device("cpu")
     device.install()
-    from megatron.core import parallel_state as mpu
 
     states: dict[str, dict[str, torch.Tensor]] = {}
     path = None
@@ -233,7 +232,7 @@ def change_precision(rank: int, folder: str, root: str) -> None:
             assert source is not None
             assert torch.equal(tensor, source.to(tensor.dtype)), key
         states[name] = after
-        mpu.destroy_model_parallel()
+        leave_parallel_state()
     assert {tensor.dtype for key, tensor in states["bf16"].items() if key.startswith(WEIGHTS)} == {torch.bfloat16}
     assert not any(key.startswith("optimizer.main.") for key in states["fp32"])
 

@@ -106,10 +106,11 @@ def _latent_attention_settings(model: ModelConfig) -> dict[str, Any]:
         "qk_head_dim": model.kv_channels - model.rotary_channels,
         "qk_pos_emb_head_dim": model.rotary_channels,
         "v_head_dim": model.value_channels,
-        # frequencies are set by `build_model`; these two multiply scores by what `attention_scaling` lacks
+        # frequencies are set by `build_model`; what follows multiplies scores by what `attention_scaling` lacks
         "rope_type": "rope",
         "rotary_scaling_factor": scaling.factor if scaling else 1.0,
-        "mscale_all_dim": (scaling and scaling.mscale_all_dim) or 0.0,
+        # Megatron-core 0.12 takes one of the two, newer ones the other
+        **dict.fromkeys(("mscale", "mscale_all_dim"), (scaling and scaling.mscale_all_dim) or 0.0),
     }
 
 
