@@ -9,13 +9,14 @@ import torch.nn.functional as F
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
+from mindspeed_rl.device.base import Device
+
 
 class _ReplicatedLinear(torch.nn.Module):
     """A projection that every tensor-parallel rank holds whole, and applies to the tokens that it has."""
 
-    def __init__(self, config: MLATransformerConfig, size: int):
+    def __init__(self, config: MLATransformerConfig, size: int, device: torch.device):
         super().__init__()
-        device = torch.cuda.current_device()
         self.weight = torch.nn.Parameter(
             torch.empty(size, config.hidden_size, dtype=config.params_dtype, device=device)
         )
@@ -34,8 +35,9 @@ class LatentAttention(MLASelfAttention):
     part of the keys, which all ranks' heads use, is then lost but for a rank's own heads.
     """
 
-    def __init__(self, config: MLATransformerConfig, *args: Any, **kwargs: Any):
+    def __init__(self, config: MLATransformerConfig, *args: Any, device: Device, **kwargs: Any):
         super().__init__(config, *args, **kwargs)
         if config.q_lora_rank is not None:
-            self.linear_q_down_proj = _ReplicatedLinear(config, config.q_lora_rank)
-        self.linear_kv_down_proj = _ReplicatedLinear(config, config.kv_lora_rank + config.qk_pos_emb_head_dim)
+            self.linear_q_down_proj = _ReplicatedLinear(config, config.q_lora_rank, device.current())
+        size = config.kv_lora_rank + config.qk_pos_emb_head_dim
+        self.linear_kv_down_proj = _ReplicatedLinear(config, size, device.current())

@@ -88,9 +88,7 @@ class RMSNorm(torch.nn.Module):
     def __init__(self, config: TransformerConfig, hidden_size: int, device: Device, eps: float = 1e-6, **_: Any):
         super().__init__()
         self.device, self.eps = device, eps
-        self.weight = torch.nn.Parameter(
-            torch.ones(hidden_size, dtype=config.params_dtype, device=torch.cuda.current_device())
-        )
+        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=device.current()))
         # Megatron all-reduces the gradients of parameters that carry this mark
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
