@@ -1,6 +1,8 @@
 """The simulated NPU behaves as a device does, and `device/npu.py` on it computes what `device/cpu.py` does."""
 
+import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ from mindspeed_rl.device.cpu import CpuDevice
 from mindspeed_rl.device.npu import NpuDevice
 from tests.support.simulated_npu import Ranks, ranks
 
+ROOT = Path(__file__).resolve().parents[2]
 NPU = "npu"
 
 
@@ -23,7 +26,7 @@ def _tensors() -> None:
     device = NpuDevice()
     assert (device.available(), device.count(), str(device.current())) == (True, 1, "npu:0")
     x = torch.arange(6.0, device=NPU).view(2, 3)
-    assert (x.device.type, x.is_npu, x.is_cpu, x.type()) == (NPU, True, False, "torch.npu.FloatTensor")
+    assert (x.device.type, x.is_npu, x.is_cpu) == (NPU, True, False)
     assert (x + 1).t().contiguous().tolist() == [[1, 4], [2, 5], [3, 6]]
     with pytest.raises(RuntimeError, match="device"):
         x + torch.ones(2, 3)
@@ -229,13 +232,37 @@ def test_hccl_is_a_backend_of_the_npu_alone(npus: Ranks) -> None:
 
 
 def _profile(folder: str) -> None:
-    from pathlib import Path
-
     path = Path(folder) / str(torch.distributed.get_rank())
     with NpuDevice().profile(path, shapes=True, memory=False, stack=False):
         torch.ones(2, device=NPU).sum()
     assert "aten::sum" in (path / "trace_view.json").read_text()
 
 
-def test_a_profile_is_a_folder(npus: Ranks, tmp_path: Any) -> None:
+def test_a_profile_is_a_folder(npus: Ranks, tmp_path: Path) -> None:
     npus.run(_profile, str(tmp_path))
+
+
+USES_CUDA = """
+import torch
+torch.cuda.synchronize()
+found = [torch.ones(1, device="cuda"), torch.ones(1).to("cuda:0"), torch.ones(1).cuda()]
+"""
+
+
+def _redirection(folder: str) -> None:
+    report = f"{folder}/{torch.distributed.get_rank()}"
+    os.environ["SIMULATED_NPU_REPORT"] = report
+    NpuDevice().install()
+    ours = ROOT / "mindspeed_rl" / "made_up.py"
+    names: dict[str, Any] = {}
+    for _ in range(2):
+        exec(compile(USES_CUDA, str(ours), "exec"), names)
+    assert [(str(t.device), t.type()) for t in names["found"]] == 3 * [("npu:0", "torch.cuda.FloatTensor")]
+    torch.cuda.synchronize()  # of neither package
+    lines = [line.removeprefix(f"mindspeed_rl {ours}:") for line in Path(report).read_text().splitlines()]
+    assert lines == ["3 torch.cuda.synchronize", "4 device 'cuda'", "4 device 'cuda:0'", "4 .cuda()"]
+
+
+def test_uses_of_cuda_reach_the_npu_and_are_noted_once(npus: Ranks, tmp_path: Path) -> None:
+    """Last in this file: MindSpeed's adaptor changes torch for good."""
+    npus.run(_redirection, str(tmp_path))

@@ -3,13 +3,15 @@
 Megatron-core asks for CUDA by name: `torch.cuda`, `device="cuda"`, `.cuda()`. All of it reaches the NPU from here on,
 and nothing is compiled. Of MindSpeed's own features there are none.
 
-Who asks is noted: with the variable `SIMULATED_NPU_REPORT`, which names a file, each place in a file of Megatron-core
-or of ours from which `torch.cuda` or a device "cuda" is used adds a line `file:line what`, once a process.
+Who asks is noted: with the variable `SIMULATED_NPU_REPORT`, which names a file, each place in Megatron-core and in
+`mindspeed_rl` from which `torch.cuda` or a device "cuda" is used adds a line `package file:line what`, once in a
+process.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib.util
 import os
 import sys
 from collections.abc import Callable
@@ -24,18 +26,30 @@ FACTORIES = (
     *("tensor", "as_tensor", "empty", "zeros", "ones", "full", "arange", "linspace", "rand", "randn", "randint"),
     *("randperm", "eye", "empty_strided", "empty_like", "zeros_like", "ones_like", "full_like", "rand_like"),
 )
-WATCHED = (f"{os.sep}mindspeed_rl{os.sep}", f"{os.sep}megatron{os.sep}core{os.sep}")
+WATCHED = ("mindspeed_rl", "megatron")
 _seen: set[tuple[str, int, str]] = set()
+
+
+@functools.cache
+def _package(file: str) -> str | None:
+    """Which of the watched packages a file is of."""
+    for name in WATCHED:
+        spec = importlib.util.find_spec(name)
+        folders = spec.submodule_search_locations if spec else None
+        if any(file.startswith(folder + os.sep) for folder in folders or ()):
+            return name
+    return None
 
 
 def _note(what: str, caller: FrameType) -> None:
     report, file = os.environ.get("SIMULATED_NPU_REPORT"), caller.f_code.co_filename
     place = (file, caller.f_lineno, what)
-    if report is None or place in _seen or not any(folder in file for folder in WATCHED):
+    if report is None or place in _seen:
         return
     _seen.add(place)
-    with open(report, "a") as lines:  # a line at a time: processes share the file, and may be killed
-        lines.write(f"{file}:{caller.f_lineno} {what}\n")
+    if package := _package(file):
+        with open(report, "a") as lines:  # a line at a time: processes share the file, and may be killed
+            lines.write(f"{package} {file}:{caller.f_lineno} {what}\n")
 
 
 class _WatchedModule(ModuleType):
