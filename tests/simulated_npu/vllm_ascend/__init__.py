@@ -4,7 +4,8 @@ Real are vLLM's engine, scheduler and CPU kernels, the platform plugin, and the 
 the NPU through `mindspeed_rl/engine/vllm/npu.py`, in place, copied by each parameter's own loader. Simulated is where
 it runs: weights and KV cache are in host memory, and the NPU accounts for as many bytes. `sleep` gives those back and
 makes the weights NaN, so that a response shows if it was made before new weights came; `wake_up` takes them again.
-vLLM-Ascend's own kernels and layouts are not here.
+vLLM-Ascend's own kernels and layouts are not here, so mixtures of experts cannot be generated with: the CPU's kernels
+keep experts in another order than `experts_as_loaded` of that module knows.
 """
 
 import os
