@@ -52,6 +52,11 @@ def get_device_name(device: Any = None) -> str:
     return "Ascend910B (simulated)"
 
 
+def get_device_capability(device: Any = None) -> tuple[int, int]:
+    """Of no generation of CUDA devices."""
+    return 0, 0
+
+
 def get_device_properties(device: Any = None) -> Any:
     return SimpleNamespace(name=get_device_name(device), total_memory=TOTAL_MEMORY)
 
