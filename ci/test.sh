@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# All checks: lint, format, types, layers, sizes, tests. Arguments go to pytest: `bash ci/test.sh -k dock -x`.
+# All checks: lint, format, types, layers, device API, sizes, tests. Arguments go to pytest: `bash ci/test.sh -k dock -x`.
 # Every step runs even if one before it failed; the exit code is 1 if any failed. pytest comes last.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
@@ -25,6 +25,7 @@ step lint ruff check .
 step format ruff format --check .
 step types mypy
 step layers python ci/check_layers.py
+step device-api python ci/check_device_api.py
 step sizes python ci/check_size.py
 
 # said before the tests, so that pytest's closing line is the last one

@@ -53,8 +53,6 @@ def initialize_parallel_state(cfg: MegatronConfig) -> None:
         expert_model_parallel_size=cfg.expert_model_parallel_size,
         distributed_timeout_minutes=max(1, round(cfg.distributed_timeout_minutes)),
     )
-    if cfg.uses_ring_attention:
-        open_ring(mpu.get_context_parallel_group(), torch.device(torch.cuda.current_device()))
     model_parallel_cuda_manual_seed(cfg.seed)
 
 
@@ -89,6 +87,8 @@ class MegatronEngine:
         last_stage = mpu.get_pipeline_model_parallel_rank() == mpu.get_pipeline_model_parallel_world_size() - 1
         first_of_stage = mpu.get_tensor_model_parallel_rank() == mpu.get_context_parallel_rank() == 0
         self.is_output_rank = last_stage and first_of_stage
+        if cfg.uses_ring_attention:
+            open_ring(mpu.get_context_parallel_group(), device.current())
 
         self.layout = WeightLayout.configured(cfg, model, self.data_parallel_size * cfg.context_parallel_size)
         if len(self.layout.stages[0]) > 1:  # Megatron's schedules look it up; its process groups do not depend on it

@@ -10,6 +10,7 @@ from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
+from mindspeed_rl.device.base import Device
 from mindspeed_rl.engine.megatron.modules import rotate_packed
 from mindspeed_rl.engine.megatron.packing import PackedSequences
 from mindspeed_rl.engine.megatron.versions import IS_OLD
@@ -18,9 +19,8 @@ from mindspeed_rl.engine.megatron.versions import IS_OLD
 class _ReplicatedLinear(torch.nn.Module):
     """A projection that every tensor-parallel rank holds whole, and applies to the tokens that it has."""
 
-    def __init__(self, config: MLATransformerConfig, size: int):
+    def __init__(self, config: MLATransformerConfig, size: int, device: torch.device):
         super().__init__()
-        device = torch.cuda.current_device()
         self.weight = torch.nn.Parameter(
             torch.empty(size, config.hidden_size, dtype=config.params_dtype, device=device)
         )
@@ -40,11 +40,12 @@ class LatentAttention(MLASelfAttention):
     sequences for a batch.
     """
 
-    def __init__(self, config: MLATransformerConfig, *args: Any, **kwargs: Any):
+    def __init__(self, config: MLATransformerConfig, *args: Any, device: Device, **kwargs: Any):
         super().__init__(config, *args, **kwargs)
         if config.q_lora_rank is not None:
-            self.linear_q_down_proj = _ReplicatedLinear(config, config.q_lora_rank)
-        self.linear_kv_down_proj = _ReplicatedLinear(config, config.kv_lora_rank + config.qk_pos_emb_head_dim)
+            self.linear_q_down_proj = _ReplicatedLinear(config, config.q_lora_rank, device.current())
+        size = config.kv_lora_rank + config.qk_pos_emb_head_dim
+        self.linear_kv_down_proj = _ReplicatedLinear(config, size, device.current())
 
     def get_query_key_value_tensors(
         self,

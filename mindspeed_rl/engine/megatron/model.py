@@ -153,6 +153,7 @@ def _layer_spec(model: ModelConfig, device: Device, has_experts: bool) -> Module
         attention.q_layernorm = attention.k_layernorm = norm
     if model.has_latent_attention:
         layer.submodules.self_attention.module = LatentAttention
+        layer.submodules.self_attention.params["device"] = device
         attention.q_layernorm = attention.kv_layernorm = norm
     if has_experts and device.groups_matmuls:
         layer.submodules.mlp.submodules.experts.module = GroupedExperts

@@ -102,9 +102,7 @@ class RMSNorm(torch.nn.Module):
     ):
         super().__init__()
         self.device, self.eps, self.fused = device, eps, config.fused_rms_norm
-        self.weight = torch.nn.Parameter(
-            torch.ones(hidden_size, dtype=config.params_dtype, device=torch.cuda.current_device())
-        )
+        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=device.current()))
         # Megatron all-reduces the gradients of parameters that carry this mark
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
