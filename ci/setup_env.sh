@@ -7,6 +7,7 @@
 REPO_ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 VENV="${MINDSPEED_RL_VENV:-$REPO_ROOT/.venv}"
 LOCKS=("$REPO_ROOT/requirements/cpu.txt" "$REPO_ROOT/requirements/dev.txt")
+STATE=("${LOCKS[@]}" "$REPO_ROOT/requirements/npu.txt" "$REPO_ROOT/setup.py" "${BASH_SOURCE[0]}")
 
 find_python() {
     local candidate
@@ -67,6 +68,8 @@ install_all() {
         echo "setup: if pycosat failed to build: it needs a C compiler and Python's headers" >&2
         return 1
     }
+    # the version that MindSpeed patches, beside the other: tests put it first on PYTHONPATH
+    "${pip[@]}" --target "$VENV/older" "$(grep '^megatron-core==' "$REPO_ROOT/requirements/npu.txt")" || return 1
     "${pip[@]}" --no-build-isolation --editable "$REPO_ROOT" || return 1
     remove_mismatched && verify || return 1
     echo "setup: done in $((SECONDS - started)) s"
@@ -76,7 +79,7 @@ setup_env() {
     unset PYTHONDONTWRITEBYTECODE # without compiled files every worker would compile some thousand modules at its start
     local state stamp="$VENV/.mindspeed_rl_installed"
     # the folder is part of the state: the editable install points into it
-    state=$({ echo "$REPO_ROOT"; cat "${LOCKS[@]}" "$REPO_ROOT/setup.py" "${BASH_SOURCE[0]}"; } | sha256sum)
+    state=$({ echo "$REPO_ROOT"; cat "${STATE[@]}"; } | sha256sum)
     if [ -x "$VENV/bin/python" ] && [ "$(cat "$stamp" 2>/dev/null)" = "$state" ]; then
         remove_mismatched || return 1
     else

@@ -28,11 +28,24 @@ step layers python ci/check_layers.py
 step device-api python ci/check_device_api.py
 step sizes python ci/check_size.py
 
+# one computing thread a process: the tests start several ranks at a time
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" TOKENIZERS_PARALLELISM=false
+
+# what there is of Megatron in the tests, on the version that MindSpeed patches; not if some tests are asked for
+older() {
+    local engine=() name
+    for name in training_layouts latent_attention experts families checkpoint_layouts engine_state critic_engine \
+        shared_critic ring_attention; do
+        engine+=("tests/engine/test_$name.py")
+    done
+    PYTHONPATH="$VENV/older${PYTHONPATH:+:$PYTHONPATH}" python -m pytest -q -p no:cacheprovider "${engine[@]}" \
+        "tests/trainer/test_training_run.py::test_layouts_train_the_same[DP2-to-TP2]"
+}
+[[ " $* " == *" tests/"* ]] || step "Megatron-core of requirements/npu.txt" older
+
 # said before the tests, so that pytest's closing line is the last one
 if [ ${#failed[@]} -gt 0 ]; then
     echo "failed before the tests: ${failed[*]}"
 fi
-# one computing thread a process: the tests start several ranks at a time
-export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" TOKENIZERS_PARALLELISM=false
 python -m pytest "$@" </dev/null || failed+=(tests)
 [ ${#failed[@]} -eq 0 ]

@@ -28,6 +28,10 @@ SETTERS = ("register_buffer", "register_parameter", "setattr")
 MOST_HOPS = 20  # of re-exports
 
 
+# the schemas of torch_npu's operators
+OPERATORS = "torch_npu/csrc/aten/npu_native_functions_by_codegen.yaml"
+
+
 class MissingSymbol(Exception):
     """The wheels define no such name; says where it was looked for."""
 
@@ -223,15 +227,15 @@ class Library:
         return None
 
     def _operator(self, module: Module, name: str) -> Definition | None:
-        """torch_npu copies its operators out of `torch.ops.npu`; what they take, their meta functions say."""
+        """torch_npu copies its operators out of `torch.ops.npu`; what they take, the schemas say they are made of."""
         if module.name != "torch_npu":
             return None
-        registrations = self.module("torch_npu.op_plugin.meta._meta_registrations")
-        for node in registrations.tree.body if registrations else ():
-            for decorator in getattr(node, "decorator_list", ()):
-                if isinstance(decorator, ast.Call) and ast.unparse(decorator.args[-1]) == repr(name):
-                    assert registrations is not None
-                    return Definition("function", registrations.path, node.lineno, registrations, node)
+        for number, line in enumerate(self._wheel_of["torch_npu"].source(OPERATORS).splitlines(), 1):
+            head, _, rest = line.strip().removeprefix("- ").partition("(")
+            if head == f"func: {name}":
+                parameters = ", ".join(map(_parameter, rest.rpartition(") ->")[0].split(", ")))
+                (node,) = ast.parse(f"def {name}({parameters}): ...").body
+                return Definition("function", OPERATORS, number, module, node)
         return None
 
     # ---- classes ---------------------------------------------------------------------------------------------------
@@ -375,6 +379,12 @@ def _import(dotted: str) -> Any:
             return None
         target = getattr(target, part)
     return target
+
+
+def _parameter(argument: str) -> str:
+    """Of a schema, as Python has it: `int dim=-1` is `dim=None`."""
+    name, equals, _ = argument.split()[-1].partition("=")
+    return f"{name}=None" if equals else name
 
 
 def _is_symbol(node: ast.AST) -> bool:

@@ -156,7 +156,6 @@ OBJECTS: dict[str, dict[str, str]] = {
     },
     "engine/megatron/optimizer.py": {
         "chunk": _DDP,
-        "_members: member": " & ".join(_MEMBERS),
         "member": " | ".join(_MEMBERS),
         "_members: self.megatron": " | ".join(_OPTIMIZERS),
         "self.megatron": " & ".join(_OPTIMIZERS),
@@ -300,8 +299,8 @@ _LATENT = f"{_CORE}.transformer.multi_latent_attention"
 # (file, function, module, callee, given): what a module of the vendor calls, ours is put in the place of; it gets the
 # arguments `given` besides.
 CALLED: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
-    ("engine/megatron/modules.py", "_rotate_packed", _ATTENTION, "apply_rotary_pos_emb", ()),
-    ("engine/megatron/modules.py", "_rotate_packed", _LATENT, "apply_rotary_pos_emb", ()),
+    ("engine/megatron/modules.py", "rotate_packed", _ATTENTION, "apply_rotary_pos_emb", ()),
+    ("engine/megatron/modules.py", "rotate_packed", _LATENT, "apply_rotary_pos_emb", ()),
     ("engine/megatron/modules.py", "PackedAttention.__init__", _ATTENTION, "submodules.core_attention", ("device",)),
     ("engine/megatron/modules.py", "PackedAttention.__init__", _LATENT, "submodules.core_attention", ("device",)),
     ("engine/megatron/modules.py", "PackedAttention.forward", _ATTENTION, "self.core_attention", ()),

@@ -10,7 +10,7 @@ import pytest
 from tests.contract import tables
 from tests.contract.check import calls_of, check
 from tests.contract.signatures import Call, of_function
-from tests.contract.symbols import Library, MissingSymbol
+from tests.contract.symbols import OPERATORS, Library, MissingSymbol
 from tests.contract.uses import Product, Use
 from tests.contract.wheels import CACHE_VARIABLE, MEMBERS, Wheel, WheelError
 
@@ -63,9 +63,7 @@ SOURCES = {
         "    top: int = 1\n"
     ),
     "torch_npu/__init__.py": "",
-    "torch_npu/op_plugin/meta/_meta_registrations.py": (
-        "@impl(m, 'npu_norm')\ndef npu_norm_meta(self, gamma, epsilon=1e-6): ...\n"
-    ),
+    OPERATORS: "custom:\n- func: npu_norm(Tensor self, Tensor? gamma=None, float epsilon=1e-06) -> (Tensor)\n",
     "torch_npu/_C.cpython-311.so": "",
 }
 
@@ -93,7 +91,7 @@ def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Library:
         ("megatron.core:deep.Base.make", "megatron/core/deep.py:7"),
         ("vllm:LLM", "vllm/entry.py:4"),  # by a module's __getattr__
         ("vllm:Registry.register", "vllm/entry.py:7"),  # of an instance
-        ("torch_npu:npu_norm", "torch_npu/op_plugin/meta/_meta_registrations.py:2"),
+        ("torch_npu:npu_norm", f"{OPERATORS}:2"),
     ],
 )
 def test_definition_is_found(library: Library, symbol: str, place: str) -> None:

@@ -71,7 +71,9 @@ class Source:
         """A function, or `Class.method`."""
         body: list[ast.stmt] = self.tree.body
         for part in name.split("."):
-            (node,) = (n for n in body if isinstance(n, ast.ClassDef | ast.FunctionDef) and n.name == part)
+            found = [n for n in body if isinstance(n, ast.ClassDef | ast.FunctionDef) and n.name == part]
+            assert found, f"there is no {name} any more where tests/contract/tables.py says so"
+            node = found[0]
             body = node.body
         assert isinstance(node, ast.FunctionDef), name
         return node

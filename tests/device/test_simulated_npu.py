@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+from mindspeed_rl.config.schema import MegatronConfig
 from mindspeed_rl.device.cpu import CpuDevice
 from mindspeed_rl.device.npu import NpuDevice
+from mindspeed_rl.engine.megatron.bootstrap import prepare
 from tests.support.simulated_npu import Ranks, ranks
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -252,7 +254,7 @@ found = [torch.ones(1, device="cuda"), torch.ones(1).to("cuda:0"), torch.ones(1)
 def _redirection(folder: str) -> None:
     report = f"{folder}/{torch.distributed.get_rank()}"
     os.environ["SIMULATED_NPU_REPORT"] = report
-    NpuDevice().install()
+    prepare(NpuDevice(), MegatronConfig())
     ours = ROOT / "mindspeed_rl" / "made_up.py"
     names: dict[str, Any] = {}
     for _ in range(2):

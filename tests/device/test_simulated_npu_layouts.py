@@ -14,6 +14,7 @@ from mindspeed_rl.config.model import ModelConfig
 from mindspeed_rl.config.schema import MegatronConfig, RLConfig
 from mindspeed_rl.device.npu import NpuDevice
 from mindspeed_rl.engine.base import TokenOutputs
+from mindspeed_rl.engine.megatron.bootstrap import prepare
 from mindspeed_rl.types import Denominators, RolloutBatch
 from tests.engine.test_training_layouts import SEQUENCES, make_batch, objective_loss
 from tests.support.simulated_npu import Ranks, ranks
@@ -30,12 +31,12 @@ LAYOUTS: dict[str, list[dict[str, Any]]] = {
 def _train(folder: str, settings: dict[str, Any]) -> tuple[float, float] | None:
     """Norm of the gradient, and the sum of log-probs after a step and a trip of everything to the host and back."""
     device = NpuDevice()
-    device.install()
+    cfg, weights = MegatronConfig(lr=1e-3, **settings), HFWeights(folder)
+    prepare(device, cfg)
     from megatron.core import parallel_state as mpu
 
     from mindspeed_rl.engine.megatron.engine import MegatronEngine, initialize_parallel_state
 
-    cfg, weights = MegatronConfig(lr=1e-3, **settings), HFWeights(folder)
     initialize_parallel_state(cfg)
     try:
         engine = MegatronEngine(cfg, ModelConfig.from_hf(weights.config()), device, 10, weights, with_reference=False)

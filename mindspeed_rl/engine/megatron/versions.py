@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import megatron.core
+from megatron.core import __version__ as installed
 from megatron.core import fp8_utils
 from megatron.core import parallel_state as mpu
 from megatron.core.optimizer import distrib_optimizer
@@ -14,7 +14,7 @@ from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.moe import moe_utils
 from packaging.version import Version
 
-IS_OLD = Version(megatron.core.__version__) < Version("0.13")
+IS_OLD = Version(installed) < Version("0.13")
 
 
 def chunk_arguments(number: int, chunks: int) -> dict[str, Any]:
