@@ -143,6 +143,11 @@ def contents(path: Path) -> dict[str, torch.Tensor]:
     return {name: tensors.tensor(name) for name in tensors.names()}
 
 
+def worst_metric(one: dict[str, float], other: dict[str, float]) -> float:
+    """Relative where they are larger than 1."""
+    return max(abs(one[name] - value) / max(1.0, abs(value)) for name, value in other.items())
+
+
 def worst(one: dict[str, Any], other: dict[str, Any]) -> float:
     return max(float((torch.as_tensor(one[name]) - other[name]).abs().max()) for name in other)
 
@@ -185,7 +190,7 @@ def exchange(ranks: Worlds, folder: str, root: Path, group: Group) -> dict[str, 
                     load(run.engine, path)
                     run.assert_has(expected)
                 found, compared = run.step(), ("actor/loss", "actor/grad_norm", "actor/kl", "actor/lr")
-                metric = worst({name: found[name] for name in compared}, {name: metrics[name] for name in compared})
+                metric = worst_metric(found, {name: metrics[name] for name in compared})
                 differences["metrics"] = max(differences["metrics"], metric)
                 differences["weights"] = max(differences["weights"], worst(weights(run), trained))
     return differences

@@ -35,6 +35,7 @@ def _rank(rank: int, world: int, folder: str, function: Callable[..., Any], args
     torch.set_num_threads(1)
     try:
         dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world)
+        dist.barrier()  # who leaves at once would close connections that others are still making
         result = function(rank, *args)
     except BaseException:  # reported in the parent, where the test fails
         with open(f"{folder}/error", "a") as file:
