@@ -414,7 +414,6 @@ def _refuse(path: str, allowed: Any, reason: str) -> None:
 
 _LATER = "not supported by this version"
 _refuse("generate_config.infer_pipeline_parallel_size", 1, _LATER)
-_refuse("generate_config.torchair_graph", False, f"{_LATER}: it needs device npu and a DeepSeek-V3 model")
 _refuse("generate_config.num_scheduler_steps", 1, "vLLM's V1 engine schedules at every step and has no such setting")
 _refuse("rl_config.use_remove_padding", True, "training input is always packed, without padding")
 _refuse("rl_config.rule_reward", True, f"{_LATER}: reward models are not built, rewards come from rules")

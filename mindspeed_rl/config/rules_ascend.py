@@ -24,6 +24,8 @@ _NPU_KEYS = {
     "recompute_activation_function": "is a feature of MindSpeed",
 }
 
+_ENGINE_KEYS = ("torchair_graph", "ascend_scheduler")
+
 # Features of MindSpeed that other parts of this trainer would not go together with: why, and what to use instead
 _REFUSED = {
     "reuse_fp32_param": (
@@ -71,7 +73,7 @@ def _kernels_run_on(cfg: Config, kind: str) -> Found:
             yield Violation(actor_path(cfg, key), value, message, "remove it, or set it to null")
 
 
-@rule("device", *(f"actor.{key}" for key in _NPU_KEYS))
+@rule("device", *(f"actor.{key}" for key in _NPU_KEYS), *(f"generate_config.{key}" for key in _ENGINE_KEYS))
 def npu_keys_are_for_npus(cfg: Config) -> Found:
     if cfg.device != "auto":
         yield from _npu_keys_run_on(cfg, cfg.device)
@@ -82,6 +84,25 @@ def _npu_keys_run_on(cfg: Config, kind: str) -> Found:
         if kind != "npu" and getattr(cfg.actor, key):
             message = f"{what}, and has no effect with device = {kind!r}"
             yield Violation(actor_path(cfg, key), True, message, "set it to false")
+    for key in _ENGINE_KEYS:
+        if kind != "npu" and getattr(cfg.generate_config, key):
+            message = f"is a feature of vLLM-Ascend, and has no effect with device = {kind!r}"
+            yield Violation(f"generate_config.{key}", True, message, "set it to false")
+
+
+@rule("generate_config.torchair_graph", "generate_config.enforce_eager")
+def torchair_makes_graphs(cfg: Config) -> Found:
+    if cfg.generate_config.torchair_graph and cfg.generate_config.enforce_eager:
+        hint = "set enforce_eager: false, or torchair_graph: false"
+        yield Violation("generate_config.torchair_graph", True, "makes graphs, and enforce_eager = True none", hint)
+
+
+@rule("generate_config.torchair_graph", needs_model=True)
+def torchair_knows_the_model(cfg: Config, model: ModelConfig) -> Found:
+    if cfg.generate_config.torchair_graph and not model.has_latent_attention:
+        message = f"is for DeepSeek models, not for {model.architecture}"
+        hint = "set it to false; enforce_eager: false captures ACL graphs"
+        yield Violation("generate_config.torchair_graph", True, message, hint)
 
 
 @rule(*(f"actor.{key}" for key in _REFUSED))

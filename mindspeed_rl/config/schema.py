@@ -370,7 +370,13 @@ class GenerateConfig(Section):
     enforce_eager: Switch = Field(
         True, description="run PyTorch eagerly; false: capture graphs, faster where the device has them"
     )
-    torchair_graph: Switch = Field(False, description="graph mode of DeepSeek-V3 on NPU; only false in this version")
+    torchair_graph: Switch = Field(
+        False,
+        description="torchair's graphs for DeepSeek models, on NPUs with vLLM-Ascend 0.11; with enforce_eager: false",
+    )
+    ascend_scheduler: Switch = Field(
+        False, description="vLLM-Ascend 0.11's own scheduler, which computes prompts whole and apart from responses"
+    )
     enable_prefix_caching: Switch = Field(
         True, description="share the cache of equal prompt beginnings, such as the samples of a group"
     )

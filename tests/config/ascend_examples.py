@@ -12,6 +12,14 @@ ASCEND_EXAMPLES = {
         ["device=cuda", "megatron_training.npu_deterministic=true"],
         "megatron_training.npu_deterministic", True, "no effect with device = 'cuda'", "set it to false",
     ),
+    "torchair_makes_graphs": (
+        ["generate_config.torchair_graph=true", "generate_config.enforce_eager=true"],
+        "generate_config.torchair_graph", True, "enforce_eager = True none", "enforce_eager: false",
+    ),
+    "torchair_knows_the_model": (
+        ["generate_config.torchair_graph=true", "generate_config.enforce_eager=false"],
+        "generate_config.torchair_graph", True, "not for Qwen2ForCausalLM", "ACL graphs",
+    ),
     "features_go_together": (
         ["actor_config.moe_tp_extend_ep=true"],
         "actor_config.moe_tp_extend_ep", True, "checkpoints read a slice of each", "expert_model_parallel_size",

@@ -239,10 +239,6 @@ EXAMPLES = {
         ["generate_config.infer_pipeline_parallel_size=2"],
         "generate_config.infer_pipeline_parallel_size", 2, "not supported by this version", "set it to 1",
     ),
-    "refuse_torchair_graph": (
-        ["generate_config.torchair_graph=true"],
-        "generate_config.torchair_graph", True, "DeepSeek-V3", "set it to false",
-    ),
     "refuse_num_scheduler_steps": (
         ["generate_config.num_scheduler_steps=8"],
         "generate_config.num_scheduler_steps", 8, "V1 engine", "set it to 1",

@@ -14,7 +14,7 @@ from mindspeed_rl.config.kernels import KERNEL_KEYS, uses_kernel
 from mindspeed_rl.config.layout import derive_layout
 from mindspeed_rl.config.memory import activation_bytes
 from mindspeed_rl.config.rules_ascend import unfit_for
-from mindspeed_rl.config.schema import Config, MegatronConfig, RuntimeEnvConfig
+from mindspeed_rl.config.schema import Config, GenerateConfig, MegatronConfig, RuntimeEnvConfig
 
 CPU = "grpo_trainer_tiny_cpu"
 DEVICES = {"npu": (BASE, "device=npu"), "cuda": (BASE, "device=cuda"), "cpu": (CPU, "device=cpu")}
@@ -55,6 +55,22 @@ def test_features_that_other_parts_do_not_go_together_with(key: str, message: st
     assert message in violation.message
     assert suggestion in (violation.suggestion or "")
     load_config(BASE, [f"megatron_training.{key}=false"])
+
+
+@pytest.mark.parametrize("key", ["torchair_graph", "ascend_scheduler"])
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_features_of_vllm_ascend_are_for_npus(key: str, kind: str) -> None:
+    undecided = Config(generate_config=GenerateConfig(**{key: True}))
+    assert not list(unfit_for(undecided, "npu"))
+    (violation,) = unfit_for(undecided, kind)
+    assert (violation.path, violation.value) == (f"generate_config.{key}", True)
+    assert f"no effect with device = '{kind}'" in violation.message
+
+
+def test_torchair_is_for_deepseek_models() -> None:
+    asked = ["generate_config.torchair_graph=true", "generate_config.enforce_eager=false"]
+    cfg, _ = load_config("grpo_trainer_deepseekv3_671b", asked)
+    assert cfg.generate_config.torchair_graph
 
 
 @pytest.mark.parametrize("key", ["npu_deterministic", "recompute_activation_function"])

@@ -33,7 +33,8 @@ class VllmEngine:
         interruptible: whether `unfinished` and `interrupt` will be called, for which responses are kept at hand.
 
     Raises:
-        ConfigError: whole experts on each device are asked for, and the device is a CPU.
+        ConfigError: whole experts on each device are asked for, and the device is a CPU; or a feature of vLLM-Ascend
+            that the installed version no longer has.
     """
 
     def __init__(
@@ -84,6 +85,7 @@ class VllmEngine:
             "enforce_eager": cfg.enforce_eager,
             **(cpu.arguments(model_folder) if self.device.name == "cpu" else {}),
             **(cuda.arguments(cfg, self.interruptible) if self.device.name == "cuda" else {}),
+            **(npu.arguments(cfg) if self.device.name == "npu" else {}),
             "enable_prefix_caching": cfg.enable_prefix_caching,
             "gpu_memory_utilization": cfg.gpu_memory_utilization,
             "enable_sleep_mode": self.can_sleep,

@@ -1,4 +1,4 @@
-"""vLLM-Ascend: new weights for experts, which it keeps transposed, and for latent attention."""
+"""vLLM-Ascend: what its engine is told; new weights for experts, which it keeps transposed, and latent attention."""
 
 from __future__ import annotations
 
@@ -7,6 +7,33 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+
+from mindspeed_rl.common.errors import ConfigError, Violation
+from mindspeed_rl.config.schema import GenerateConfig
+
+# of its `additional_config`, by our key: the section to switch on, and the class that reads it where there is one
+_SECTIONS = {
+    "torchair_graph": ("torchair_graph_config", "TorchairGraphConfig"),
+    "ascend_scheduler": ("ascend_scheduler_config", "AscendSchedulerConfig"),
+}
+
+
+def arguments(cfg: GenerateConfig) -> dict[str, Any]:
+    """Of the engine.
+
+    Raises:
+        ConfigError: the installed version no longer has what is asked for, and would silently do without.
+    """
+    wanted = {key: names for key, names in _SECTIONS.items() if getattr(cfg, key)}
+    if not wanted:
+        return {}
+    from vllm_ascend import ascend_config
+
+    message, hint = "the installed vLLM-Ascend has it no longer; 0.11 does", "set it to false"
+    gone = [key for key, (_, reader) in wanted.items() if not hasattr(ascend_config, reader)]
+    if gone:
+        raise ConfigError([Violation(f"generate_config.{key}", True, message, hint) for key in gone])
+    return {"additional_config": {section: {"enabled": True} for section, _ in wanted.values()}}
 
 
 @contextmanager
