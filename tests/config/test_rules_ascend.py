@@ -60,7 +60,7 @@ def test_features_that_other_parts_do_not_go_together_with(key: str, message: st
 @pytest.mark.parametrize("key", ["torchair_graph", "ascend_scheduler"])
 @pytest.mark.parametrize("kind", ["cpu", "cuda"])
 def test_features_of_vllm_ascend_are_for_npus(key: str, kind: str) -> None:
-    undecided = Config(generate_config=GenerateConfig(**{key: True}))
+    undecided = Config(megatron_training=MegatronConfig(), generate_config=GenerateConfig(**{key: True}))
     assert not list(unfit_for(undecided, "npu"))
     (violation,) = unfit_for(undecided, kind)
     assert (violation.path, violation.value) == (f"generate_config.{key}", True)
