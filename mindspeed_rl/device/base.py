@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol
@@ -163,6 +164,7 @@ class Device(Protocol):
         cu_seqlens: torch.Tensor,
         max_seqlen: int,
         scale: float | None = None,
+        starts: Sequence[int] | None = None,
     ) -> torch.Tensor:
         """Causal attention inside each of the packed sequences.
 
@@ -173,6 +175,8 @@ class Device(Protocol):
             cu_seqlens: [B + 1] int32, where sequence i is rows cu_seqlens[i] to cu_seqlens[i + 1].
             max_seqlen: length of the longest sequence.
             scale: what scores are multiplied with; None: head dimension^-1/2.
+            starts: the numbers of `cu_seqlens`, for kernels that take them from the host, which else has to wait for
+                the device.
 
         Returns:
             [T, heads, head dimension].

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -101,6 +102,7 @@ class CpuDevice:
         cu_seqlens: torch.Tensor,
         max_seqlen: int,
         scale: float | None = None,
+        starts: Sequence[int] | None = None,
     ) -> torch.Tensor:
         """Pads to [B, heads, L, dimension] for one SDPA call: a causal mask hides padding on the right by itself."""
         padding = _Padding(cu_seqlens, max_seqlen, len(query))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -105,6 +106,7 @@ class CudaDevice:
         cu_seqlens: torch.Tensor,
         max_seqlen: int,
         scale: float | None = None,
+        starts: Sequence[int] | None = None,
     ) -> torch.Tensor:
         attended: torch.Tensor = _PackedAttention.apply(query, key, value, cu_seqlens, max_seqlen, scale)
         return attended

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from importlib.util import find_spec
 from pathlib import Path
@@ -132,13 +133,14 @@ class NpuDevice:
         cu_seqlens: torch.Tensor,
         max_seqlen: int,
         scale: float | None = None,
+        starts: Sequence[int] | None = None,
     ) -> torch.Tensor:
         """Fused attention in TND layout; sparse mode 3 is right-down causal and takes a fixed 2048 × 2048 mask."""
         import torch_npu
 
         if self._causal_mask is None:
             self._causal_mask = torch.triu(torch.ones(2048, 2048, dtype=torch.bool, device=query.device), diagonal=1)
-        ends = cu_seqlens[1:].tolist()
+        ends = list((cu_seqlens.tolist() if starts is None else starts)[1:])
         return torch_npu.npu_fusion_attention(
             query,
             key,

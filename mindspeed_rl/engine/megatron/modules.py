@@ -81,7 +81,8 @@ class PackedAttention(torch.nn.Module):
             assert kernels is not None, "refused when the device was chosen"
             attended = ring_attention(query, key, value, packed_seq_params, group, kernels, self.scale)
         else:
-            attended = self.device.varlen_attention(query, key, value, cu_seqlens, max_seqlen, self.scale)
+            starts = packed_seq_params.starts or None
+            attended = self.device.varlen_attention(query, key, value, cu_seqlens, max_seqlen, self.scale, starts)
         attended = attended[..., :size]
         return (heads_to_tokens(attended, group) if shares_heads else attended).flatten(1)
 
