@@ -35,6 +35,7 @@ setup(
         "math-verify>=0.8,<1",
         "numpy>=1.26",
         "omegaconf>=2.3,<2.4",
+        "packaging>=23",
         "pebble>=5.1",
         "pyarrow>=16",
         "pydantic>=2.9,<3",

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Makes the virtual environment of the CPU build and puts it first on PATH. Source it: `. ci/setup_env.sh`.
+# Makes the virtual environment of the CPU build, with a second Megatron-core in its folder `older`, and puts it first
+# on PATH. Source it: `. ci/setup_env.sh`.
 # Does nothing where the environment is up to date with requirements/ and setup.py.
 # MINDSPEED_RL_VENV: folder of the environment (default: .venv in the repository).
 # MINDSPEED_RL_PYTHON: the Python that makes it (default: the first 3.11 or 3.12 found).
@@ -68,7 +69,8 @@ install_all() {
         echo "setup: if pycosat failed to build: it needs a C compiler and Python's headers" >&2
         return 1
     }
-    # the version that MindSpeed patches, beside the other: tests put it first on PYTHONPATH
+    # the version that MindSpeed patches, beside the other: tests put it first on PYTHONPATH. pip would keep what is there
+    rm -rf "$VENV/older"
     "${pip[@]}" --target "$VENV/older" "$(grep '^megatron-core==' "$REPO_ROOT/requirements/npu.txt")" || return 1
     "${pip[@]}" --no-build-isolation --editable "$REPO_ROOT" || return 1
     remove_mismatched && verify || return 1

@@ -31,17 +31,22 @@ step sizes python ci/check_size.py
 # one computing thread a process: the tests start several ranks at a time
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" TOKENIZERS_PARALLELISM=false
 
-# what there is of Megatron in the tests, on the version that MindSpeed patches; not if some tests are asked for
+# what there is of Megatron in the tests, on the version that MindSpeed patches; not if arguments choose tests
 older() {
     local engine=() name
+    export PYTHONPATH="$VENV/older${PYTHONPATH:+:$PYTHONPATH}" # of the subshell that `step` runs this in
+    grep -qx "megatron-core==$(python -c 'import megatron.core as core; print(core.__version__)')" \
+        requirements/npu.txt || return 1
     for name in training_layouts latent_attention experts families checkpoint_layouts engine_state critic_engine \
         shared_critic ring_attention; do
         engine+=("tests/engine/test_$name.py")
     done
-    PYTHONPATH="$VENV/older${PYTHONPATH:+:$PYTHONPATH}" python -m pytest -q -p no:cacheprovider "${engine[@]}" \
+    python -m pytest -q -p no:cacheprovider "${engine[@]}" \
         "tests/trainer/test_training_run.py::test_layouts_train_the_same[DP2-to-TP2]"
 }
-[[ " $* " == *" tests/"* ]] || step "Megatron-core of requirements/npu.txt" older
+case "$* " in
+    "" | " " | --durations=*) step "Megatron-core of requirements/npu.txt" older ;;
+esac
 
 # said before the tests, so that pytest's closing line is the last one
 if [ ${#failed[@]} -gt 0 ]; then

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import chain
+
 from mindspeed_rl.common.errors import Violation
 from mindspeed_rl.config.environment import (
     ALLOCATORS,
@@ -129,7 +131,10 @@ def activations_are_not_recomputed_twice(cfg: Config, model: ModelConfig) -> Fou
         return
     if model.num_layers + len(actor.noop_layers or ()) < actor.pipeline_model_parallel_size:
         return  # refused for that
-    largest = max(len(layers) for stage in pipeline_chunks(model.num_layers, actor) for layers in stage)
+    chunks = chain(*pipeline_chunks(model.num_layers, actor))
+    largest = max(map(len, chunks), default=0)
+    if not largest:
+        return  # likewise
     if actor.recompute_method == "uniform" or (actor.recompute_num_layers or 0) >= largest:
         message = "has no effect: recompute_granularity = 'full' recomputes all layers, activations included"
         hint = "set it to false, or recompute_method: block with fewer recompute_num_layers"
@@ -174,3 +179,5 @@ def _variables_act_on(cfg: Config, kind: str) -> Found:
                 "vLLM's memory pool, from which a sleeping engine gives memory back, refuses expandable segments"
             )
             yield Violation(path, value, message, "remove expandable_segments")
+        elif kind == "cpu" and name == "VLLM_MLA_DISABLE":
+            yield Violation(path, value, "the trainer sets it itself with device = 'cpu'", "remove it")

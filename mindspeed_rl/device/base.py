@@ -91,13 +91,13 @@ class Device(Protocol):
     ray_resource: str | None  # Ray resource that counts these devices; None: plain CPUs
     visible_devices_variable: str | None  # environment variable that narrows what a process sees
     rollout_can_sleep: bool  # vLLM can give its memory back between generations
-    swiglu: Swiglu | None  # in one kernel, in place of Megatron's own fused one; None: that runs here, or none does
+    swiglu: Swiglu | None  # in one kernel, in place of Megatron's own fused one; None: Megatron's own, where one runs
     rotate: Rotate | None  # in one kernel; None: written out, and compiled where torch's compiler is used
     groups_matmuls: bool  # torch multiplies groups of rows with a matrix each (`torch.nn.functional.grouped_mm`) here
     block_attention: BlockAttention | None  # what ring attention is made of; None: not on this device
 
     def install(self) -> None:
-        """Adapt torch to this device. Called by `engine.megatron.bootstrap`, before megatron is first imported."""
+        """Adapt torch to this device. Where megatron is imported, `engine.megatron.bootstrap` does so before."""
 
     def available(self) -> bool:
         """True if this process can use such a device."""

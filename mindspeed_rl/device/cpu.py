@@ -130,7 +130,7 @@ class CpuDevice:
             "VLLM_MLA_DISABLE": "1",
         }
         if eager:  # helpers of vLLM's sampler are compiled even so, which takes seconds at the first token
-            environment["TORCHDYNAMO_DISABLE"] = "1"
+            environment["TORCHDYNAMO_DISABLE"] = os.environ.get("TORCHDYNAMO_DISABLE", "1")
         return environment
 
 

@@ -100,6 +100,13 @@ def test_recomputed_activations_take_less_memory_where_layers_are_not_recomputed
     assert "recomputes all layers" in violation.message
 
 
+def test_chunks_without_a_layer_are_refused_for_that_alone() -> None:
+    asked = ("recompute_activation_function=true", "recompute_granularity=full", "recompute_method=uniform")
+    layout = ("pipeline_model_parallel_size=2", "num_layers_per_virtual_pipeline_stage=28")
+    (violation,) = violations_of(*(f"actor_config.{key}" for key in (*asked, *layout)))
+    assert violation.path == "actor_config.num_layers_per_virtual_pipeline_stage"
+
+
 def test_keys_that_mindspeed_rl_publishes_are_taken() -> None:
     keys = ("use_flash_attn", "use_fused_rmsnorm", "use_fused_swiglu", "use_fused_rotary_pos_emb", "bf16")
     load_config(BASE, [f"megatron_training.{key}=true" for key in keys])
@@ -180,6 +187,9 @@ def test_other_variables_are_the_users() -> None:
     assert cfg.environment == {"TOKENIZERS_PARALLELISM": "true", "HCCL_BUFFSIZE": "400", "VLLM_USE_V1": "1"}
     # on a CPU vLLM has no such pool
     load_config(CPU, [f"{ENV}.PYTORCH_CUDA_ALLOC_CONF='expandable_segments:True'"])
+    load_config(BASE, [f"{ENV}.VLLM_MLA_DISABLE=1"])
+    (violation,) = violations_of(f"{ENV}.VLLM_MLA_DISABLE=0", name=CPU)
+    assert violation.message == "the trainer sets it itself with device = 'cpu'"
     undecided = Config(megatron_training=MegatronConfig(), runtime_env={"env_vars": {"HCCL_BUFFSIZE": 400}})
     assert not list(unfit_for(undecided, "npu"))
     (violation,) = unfit_for(undecided, "cpu")

@@ -39,7 +39,7 @@ LINES = {
         },
     ),
     "newest": Line(
-        {"megatron-core": "0.16.1", "torch-npu": "2.10.0.post4", "vllm": "0.23.0", "vllm-ascend": "0.23.0"},
+        {"megatron-core": "0.12.1", "torch-npu": "2.10.0.post4", "vllm": "0.23.0", "vllm-ascend": "0.23.0"},
         "npu",
         {
             "worker": "vllm_ascend.worker.worker:NPUWorker",
@@ -300,7 +300,6 @@ _LATENT = f"{_CORE}.transformer.multi_latent_attention"
 # arguments `given` besides.
 CALLED: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
     ("engine/megatron/modules.py", "rotate_packed", _ATTENTION, "apply_rotary_pos_emb", ()),
-    ("engine/megatron/modules.py", "rotate_packed", _LATENT, "apply_rotary_pos_emb", ()),
     ("engine/megatron/modules.py", "PackedAttention.__init__", _ATTENTION, "submodules.core_attention", ("device",)),
     ("engine/megatron/modules.py", "PackedAttention.__init__", _LATENT, "submodules.core_attention", ("device",)),
     ("engine/megatron/modules.py", "PackedAttention.forward", _ATTENTION, "self.core_attention", ()),
@@ -314,8 +313,13 @@ CALLED: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
         "submodules.pre_mlp_layernorm",
         ("device",),
     ),
-    ("engine/megatron/latent_attention.py", "_ReplicatedLinear.forward", _LATENT, "self.linear_kv_down_proj", ()),
-    ("engine/megatron/latent_attention.py", "_ReplicatedLinear.forward", _LATENT, "self.linear_q_down_proj", ()),
+    (
+        "engine/megatron/latent_attention.py",
+        "LatentAttention.get_query_key_value_tensors",
+        _LATENT,
+        "self.get_query_key_value_tensors",
+        (),
+    ),
     (
         "engine/megatron/experts.py",
         "GroupedExperts.forward",

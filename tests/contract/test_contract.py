@@ -54,7 +54,9 @@ def test_guarded_symbols_are_somewhere() -> None:
     assert found >= tables.GUARDED, "no version has it: what is it asked for?"
 
 
-@pytest.mark.parametrize(("line", "lock"), [("stable", "npu"), ("cuda", "cuda"), ("cpu", "cpu")])
+@pytest.mark.parametrize(
+    ("line", "lock"), [("stable", "npu"), ("newest", "npu_newest"), ("cuda", "cuda"), ("cpu", "cpu")]
+)
 def test_versions_are_those_that_users_install(line: str, lock: str) -> None:
     text = Path(ROOT / "requirements" / f"{lock}.txt").read_text(encoding="utf-8")
     missing = [f"{n}=={version}" for n, version in tables.LINES[line].wheels.items() if f"{n}=={version}" not in text]

@@ -12,6 +12,7 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
+import setuptools  # noqa: F401  it replaces distutils, which pip imports: imported later, it would find the wrong one
 from pip._internal.cli.cmdoptions import make_target_python
 from pip._internal.commands import create_command
 from pip._internal.exceptions import PipError

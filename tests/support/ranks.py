@@ -61,10 +61,8 @@ def run_ranks(world: int, function: Callable[..., Any], *args: Any) -> list[Any]
             raise AssertionError(f"a rank failed: {errors.read_text() if errors.exists() else failure}") from None
         finally:
             for process in ranks.processes:
-                (
-                    process.kill(),
-                    process.join(),
-                )  # after a timeout they would go on, and slow down the tests that follow
+                process.kill()  # after a timeout they would go on, and slow down the tests that follow
+                process.join()
         results = []
         for rank in range(world):
             with open(f"{folder}/{rank}", "rb") as file:

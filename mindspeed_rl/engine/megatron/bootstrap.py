@@ -82,7 +82,7 @@ def _apply_mindspeed(cfg: MegatronConfig, arguments: Sequence[str]) -> None:
     if cfg.recompute_activation_function and find_spec("megatron.training") is None:
         message = "MindSpeed imports megatron.training for it, which the package megatron-core lacks"
         hint = "put Megatron-LM's source, of the same version, on PYTHONPATH, or set it to false"
-        raise ConfigError([Violation("recompute_activation_function", True, message, hint)])
+        raise ConfigError([Violation("actor_config.recompute_activation_function", True, message, hint)])
     logger.info("MindSpeed's arguments: %s", " ".join(arguments))
     with _command_line(arguments):
         try:

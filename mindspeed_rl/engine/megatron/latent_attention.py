@@ -13,7 +13,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig
 from mindspeed_rl.device.base import Device
 from mindspeed_rl.engine.megatron.modules import rotate_packed
 from mindspeed_rl.engine.megatron.packing import PackedSequences
-from mindspeed_rl.engine.megatron.versions import IS_OLD
+from mindspeed_rl.engine.megatron.versions import attention_inputs
 
 
 class _ReplicatedLinear(torch.nn.Module):
@@ -79,5 +79,4 @@ class LatentAttention(MLASelfAttention):
         )
         query = torch.cat([query, query_turning], dim=-1)
         key = torch.cat([key, key_turning.expand(-1, heads, -1)], dim=-1)
-        # newer versions ask for what queries and keys were made of, too, for a kind of attention that is not used
-        return (query, key, value) if IS_OLD else (query, key, value, None, None)
+        return attention_inputs(query, key, value)

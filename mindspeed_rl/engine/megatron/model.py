@@ -32,7 +32,7 @@ from mindspeed_rl.engine.megatron.modules import (
 )
 from mindspeed_rl.engine.megatron.rotary import attention_scaling, inverse_frequencies
 from mindspeed_rl.engine.megatron.router import use_grouped_routers
-from mindspeed_rl.engine.megatron.versions import chunk_arguments, do_without_transformer_engine
+from mindspeed_rl.engine.megatron.versions import chunk_arguments, do_without_transformer_engine, score_scaling
 from mindspeed_rl.resharding.layout import WeightLayout
 from mindspeed_rl.resharding.names import global_name
 
@@ -109,8 +109,7 @@ def _latent_attention_settings(model: ModelConfig) -> dict[str, Any]:
         # frequencies are set by `build_model`; what follows multiplies scores by what `attention_scaling` lacks
         "rope_type": "rope",
         "rotary_scaling_factor": scaling.factor if scaling else 1.0,
-        # Megatron-core 0.12 takes one of the two, newer ones the other
-        **dict.fromkeys(("mscale", "mscale_all_dim"), (scaling and scaling.mscale_all_dim) or 0.0),
+        **score_scaling((scaling and scaling.mscale_all_dim) or 0.0),
     }
 
 

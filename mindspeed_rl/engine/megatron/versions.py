@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import torch
 from megatron.core import __version__ as installed
 from megatron.core import fp8_utils
 from megatron.core import parallel_state as mpu
@@ -33,6 +34,16 @@ def chunk_arguments(number: int, chunks: int) -> dict[str, Any]:
 def optimizer_arguments(overlap_param_gather: bool) -> dict[str, Any]:
     """Of the optimizer's configuration; older ones read it from that of the data-parallel wrapper."""
     return {} if IS_OLD else {"overlap_param_gather": overlap_param_gather}
+
+
+def score_scaling(mscale_all_dim: float) -> dict[str, float]:
+    """Of the configuration of latent attention: what scales its scores, under either version's name for it."""
+    return {"mscale" if IS_OLD else "mscale_all_dim": mscale_all_dim}
+
+
+def attention_inputs(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    """What latent attention makes; newer ones ask for what it was made of, too, for a variant that is not used."""
+    return (query, key, value) if IS_OLD else (query, key, value, None, None)
 
 
 def has_parameters(optimizer: Any) -> bool:
