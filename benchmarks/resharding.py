@@ -26,8 +26,9 @@ import torch.multiprocessing as mp
 import yaml
 from records import ROOT, Record, cpu_name, publish
 
+from mindspeed_rl.config.generate import GenerateConfig
 from mindspeed_rl.config.model import ModelConfig
-from mindspeed_rl.config.schema import GenerateConfig, MegatronConfig
+from mindspeed_rl.config.schema import MegatronConfig
 from mindspeed_rl.device.select import make_device
 from mindspeed_rl.resharding.export import Groups, export_hf
 from mindspeed_rl.resharding.layout import WeightLayout

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from records import ROOT, Record, publish
 from resharding import hf_config, load_model
 
-from mindspeed_rl.config.schema import GenerateConfig
+from mindspeed_rl.config.generate import GenerateConfig
 from mindspeed_rl.device.select import make_device
 from mindspeed_rl.engine.base import GenerationRequest
 

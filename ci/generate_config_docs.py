@@ -14,19 +14,12 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from mindspeed_rl.config.environment import DETERMINISTIC, NPU_VARIABLES, TRAINERS, RuntimeEnvConfig  # noqa: E402
+from mindspeed_rl.config.generate import GenerateConfig, SamplingConfig  # noqa: E402
 from mindspeed_rl.config.model import ModelConfig  # noqa: E402
+from mindspeed_rl.config.reward import CustomRewardConfig  # noqa: E402
 from mindspeed_rl.config.rope import RopeScaling  # noqa: E402
 from mindspeed_rl.config.rules import VERIFIERS  # noqa: E402
-from mindspeed_rl.config.schema import (  # noqa: E402
-    Config,
-    CustomRewardConfig,
-    GenerateConfig,
-    MegatronConfig,
-    ProfilerConfig,
-    ResourceConfig,
-    RLConfig,
-    SamplingConfig,
-)
+from mindspeed_rl.config.schema import Config, MegatronConfig, ProfilerConfig, ResourceConfig, RLConfig  # noqa: E402
 
 TARGET = ROOT / "docs" / "configuration.md"
 

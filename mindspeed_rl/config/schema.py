@@ -14,8 +14,11 @@ from typing import Annotated, Any, Literal
 from pydantic import AliasChoices, Field, model_validator
 
 from mindspeed_rl.config.algorithm import AlgorithmConfig
+from mindspeed_rl.config.data import DataConfig
 from mindspeed_rl.config.environment import DETERMINISTIC, RuntimeEnvConfig
+from mindspeed_rl.config.generate import GenerateConfig
 from mindspeed_rl.config.model import ModelConfig
+from mindspeed_rl.config.reward import RewardConfig
 from mindspeed_rl.config.section import (
     Count,
     Decay,
@@ -23,13 +26,12 @@ from mindspeed_rl.config.section import (
     Layers,
     Minutes,
     NonNegative,
-    Positive,
     Section,
     Switch,
 )
 
 
-class MegatronConfig(Section):
+class MegatronConfig(DataConfig):
     """Keys of `megatron_training` (defaults for every model) and `actor_config` (overrides for the actor)."""
 
     # run
@@ -48,14 +50,6 @@ class MegatronConfig(Section):
     seed: Annotated[int, Field(ge=0, le=2**31 - 1)] = Field(
         1234, description="seed of data order, sampling and initialisation"
     )
-    # data
-    data_path: str | list[str] | None = Field(None, description="jsonl/parquet files, or a preprocessed prefix")
-    tokenizer_name_or_path: str | None = Field(None, description="Hugging Face folder that holds the tokenizer")
-    prompt_key: str = Field("prompt", description="column of the prompt: text, or a list of chat messages")
-    answer_key: str = Field("answer", description="column of the reference answer")
-    apply_chat_template: Switch = Field(False, description="wrap the prompt in the tokenizer's chat template")
-    system_prompt: str | None = Field(None, description="system message put first when a chat template is applied")
-    no_shuffle: Switch = Field(False, description="keep the data set's order instead of shuffling every epoch")
     seq_length: Count = Field(1024, description="longest prompt + response that training accepts, in tokens")
     # precision and parallel layout
     bf16: Switch = Field(False, description="train in bfloat16 with float32 main weights; false: float32")
@@ -197,15 +191,8 @@ class ResourceConfig(Section):
         return value
 
 
-class CustomRewardConfig(Section):
-    """A reward function of the user's: `name(prompt, response, label, **extra) -> float` in a Python file."""
-
-    path: str = Field(description="Python file")
-    name: str = Field("compute_score", description="name of the function in it")
-
-
-class RLConfig(AlgorithmConfig):
-    """Keys of `rl_config`, those of the algorithm apart."""
+class RLConfig(AlgorithmConfig, RewardConfig):
+    """Keys of `rl_config`, those of the algorithm and of rewards apart."""
 
     use_integrated_worker: Switch = Field(
         True, description="actor, reference and rollout share each device; false: rollout has devices of its own"
@@ -279,18 +266,6 @@ class RLConfig(AlgorithmConfig):
     num_cpus_for_local_task: NonNegative = Field(1.0, description="CPUs Ray reserves for each local (CPU) actor")
     start_timeout_minutes: Minutes = Field(30, description="deadline for start-up")
     stage_timeout_minutes: Minutes = Field(60, description="deadline for one stage of a step")
-    # rewards
-    rule_reward: Switch = Field(True, description="score responses with rules (verifiers)")
-    verifier_function: list[str] = Field(["math_verify"], description="names of the verifiers")
-    verifier_weight: list[float] = Field([1.0], description="one weight a verifier; the reward is the weighted sum")
-    verifier_timeout: Annotated[float, Field(gt=0)] = Field(10.0, description="seconds a verifier may take a sample")
-    verifier_parallel: Count = Field(1, description="processes that run verifiers")
-    custom_reward_function: CustomRewardConfig | None = Field(None, description="what the verifier `custom` calls")
-    overlong_buffer_enable: Switch = Field(False, description="take off rewards for responses that become too long")
-    overlong_buffer: Count | None = Field(
-        None, description="tokens before max_tokens over which the penalty rises from 0 to its full size"
-    )
-    overlong_buffer_penalty_factor: Positive = Field(1.0, description="the full penalty")
     # logging
     log_max_throughput: Switch = Field(False, description="tokens/s from the slowest rank's time instead of the mean")
     use_tensorboard: Switch = Field(True, description="write TensorBoard files; off while `use_wandb` is true")
@@ -301,96 +276,6 @@ class RLConfig(AlgorithmConfig):
     use_swanlab: Switch = Field(False, description="log to SwanLab (extra `swanlab`)")
     use_mlflow: Switch = Field(False, description="log to MLflow (extra `mlflow`)")
     sample_log_interval: Annotated[int, Field(ge=0)] = Field(10, description="steps between printed samples; 0: none")
-
-
-# Said of every truncation of the sampled distribution
-_OFF_POLICY = (
-    "training scores the untruncated policy: leaving out tokens makes log-probs of rollout and training differ, "
-    "and updates off-policy"
-)
-
-
-class SamplingConfig(Section):
-    """Keys of `generate_config.sampling_config`."""
-
-    logprobs: Switch | Annotated[int, Field(ge=0, le=1)] = Field(True, description="return sampled tokens' log-probs")
-    max_tokens: Count = Field(512, description="longest response in tokens")
-    top_p: Annotated[float, Field(gt=0, le=1)] = Field(
-        1.0, description=f"sample from the most likely tokens that together have this probability; {_OFF_POLICY}"
-    )
-    top_k: Annotated[int, Field(ge=-1)] = Field(
-        -1, description=f"sample from so many most likely tokens; -1: all; {_OFF_POLICY}"
-    )
-    min_p: Fraction = Field(
-        0.0, description=f"leave out tokens less likely than this share of the most likely one; {_OFF_POLICY}"
-    )
-    temperature: NonNegative = Field(1.0, description="logits are divided by it before sampling; above 0")
-    detokenize: Switch = Field(
-        False, description="let vLLM turn tokens into text (only samples' printing needs text)"
-    )
-    ignore_eos: Switch = Field(False, description="go on to max_tokens after an end-of-sequence token")
-
-
-class GenerateConfig(Section):
-    """Keys of `generate_config`."""
-
-    infer_tensor_parallel_size: Count = Field(1, description="devices that share one rollout engine")
-    infer_pipeline_parallel_size: Count = Field(
-        1, description="pipeline stages of a rollout engine; only 1 in this version"
-    )
-    infer_expert_parallel_size: Count = Field(
-        1,
-        description="devices that share whole experts: all of an engine, infer_tensor_parallel_size, with "
-        "enable_expert_parallel, where it may be left out; else 1",
-    )
-    enable_expert_parallel: Switch = Field(
-        False,
-        description="a device of an engine holds whole experts instead of a slice of each; npu and cuda only",
-    )
-    trust_remote_code: Switch = Field(False, description="let tokenizer and model folders run their own Python code")
-    offload_train_optimizer: Switch = Field(False, description="optimizer state on host memory while generating")
-    offload_train_grad: Switch = Field(False, description="release gradient buffers while generating")
-    offload_train_param: Switch = Field(False, description="training weights on host memory while generating")
-    offload_reference: Switch = Field(False, description="reference weights on host memory outside their stage")
-    resharding_bucket_mb: Annotated[float, Field(gt=0)] = Field(
-        256,
-        description="device memory of one resharding bucket, MiB; two are in use, and the tensors of one parameter",
-    )
-    validate_weight: Switch = Field(
-        False,
-        description="after each weight update, prove that rollout's weights are those of training bit for bit, or "
-        "stop; it takes the rollout weights' memory once more, and a multiple of the update's time",
-    )
-    # vLLM
-    max_num_seqs: Count = Field(256, description="sequences that one engine generates at once")
-    max_model_len: Count = Field(1024, description="longest prompt + response in tokens")
-    max_num_batched_tokens: Count | None = Field(
-        None, description="tokens that one engine step computes; null: vLLM chooses"
-    )
-    enforce_eager: Switch = Field(
-        True, description="run PyTorch eagerly; false: capture graphs, faster where the device has them"
-    )
-    torchair_graph: Switch = Field(
-        False,
-        description="torchair's graphs for DeepSeek models, on NPUs with vLLM-Ascend 0.11; with enforce_eager: false",
-    )
-    ascend_scheduler: Switch = Field(
-        False, description="vLLM-Ascend 0.11's own scheduler, which computes prompts whole and apart from responses"
-    )
-    enable_prefix_caching: Switch = Field(
-        True, description="share the cache of equal prompt beginnings, such as the samples of a group"
-    )
-    dtype: Literal["bfloat16", "float16", "float32"] = Field(
-        "bfloat16", description="element type of rollout weights and cache"
-    )
-    gpu_memory_utilization: Annotated[float, Field(gt=0, lt=1)] = Field(0.5, description="share of device memory")
-    cpu_kv_cache_gib: Count = Field(1, description="KV cache of one rank on device: cpu, in GiB")
-    num_scheduler_steps: Count = Field(1, description="only 1: the engine schedules at every step")
-    per_request_seed: Switch = Field(
-        True,
-        description="one seed a sample: results do not depend on layout or batching; false: faster on big batches",
-    )
-    sampling_config: SamplingConfig = Field(SamplingConfig(), description="how tokens are drawn")
 
 
 class ProfilerConfig(Section):

@@ -8,9 +8,10 @@ from itertools import accumulate
 from math import prod
 
 from mindspeed_rl.common.errors import CheckpointError
+from mindspeed_rl.config.generate import GenerateConfig
 from mindspeed_rl.config.layout import Chunks, pipeline_chunks
 from mindspeed_rl.config.model import ModelConfig
-from mindspeed_rl.config.schema import GenerateConfig, MegatronConfig
+from mindspeed_rl.config.schema import MegatronConfig
 from mindspeed_rl.resharding.names import Parameter, make_parameter, parameter_table
 from mindspeed_rl.resharding.tables import TIED_OUTPUT
 

@@ -10,11 +10,12 @@ from mindspeed_rl.common.errors import ConfigError
 from mindspeed_rl.config.compose import load_config, validate
 from mindspeed_rl.config.environment import DETERMINISTIC, NPU_VARIABLES
 from mindspeed_rl.config.files import resolve_model
+from mindspeed_rl.config.generate import GenerateConfig
 from mindspeed_rl.config.kernels import KERNEL_KEYS, uses_kernel
 from mindspeed_rl.config.layout import derive_layout
 from mindspeed_rl.config.memory import activation_bytes
 from mindspeed_rl.config.rules_ascend import unfit_for
-from mindspeed_rl.config.schema import Config, GenerateConfig, MegatronConfig, RuntimeEnvConfig
+from mindspeed_rl.config.schema import Config, MegatronConfig, RuntimeEnvConfig
 
 CPU = "grpo_trainer_tiny_cpu"
 DEVICES = {"npu": (BASE, "device=npu"), "cuda": (BASE, "device=cuda"), "cpu": (CPU, "device=cpu")}

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import vllm
 
-from mindspeed_rl.config.schema import GenerateConfig
+from mindspeed_rl.config.generate import GenerateConfig
 from mindspeed_rl.engine.vllm.cuda import SCHEDULER_VERSION, arguments
 from mindspeed_rl.engine.vllm.decode_scheduler import DecodeScheduler
 from mindspeed_rl.engine.vllm.engine import VllmEngine

@@ -9,7 +9,7 @@ from support.families import make_family
 from support.ranks import run_ranks
 
 from mindspeed_rl.checkpoint.hf import HFWeights
-from mindspeed_rl.config.schema import GenerateConfig
+from mindspeed_rl.config.generate import GenerateConfig
 from mindspeed_rl.device.cpu import CpuDevice
 
 

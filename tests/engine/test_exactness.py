@@ -15,8 +15,9 @@ from support.ranks import Worlds, process_groups, run_ranks
 
 from examples.make_tiny_model import make_tiny_model
 from mindspeed_rl.checkpoint.hf import SINGLE_FILE, HFWeights
+from mindspeed_rl.config.generate import GenerateConfig, SamplingConfig
 from mindspeed_rl.config.model import ModelConfig
-from mindspeed_rl.config.schema import GenerateConfig, MegatronConfig, SamplingConfig
+from mindspeed_rl.config.schema import MegatronConfig
 
 RANKS = 4
 PROMPTS = [[6, 2, 7, 5], [9, 1, 8], [*range(1, 16), *range(15, 0, -1)]]

@@ -6,7 +6,7 @@ from types import ModuleType
 import pytest
 
 from mindspeed_rl.common.errors import ConfigError
-from mindspeed_rl.config.schema import GenerateConfig
+from mindspeed_rl.config.generate import GenerateConfig
 from mindspeed_rl.engine.vllm.npu import arguments
 
 

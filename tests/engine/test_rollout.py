@@ -14,8 +14,9 @@ from transformers import AutoModelForCausalLM
 
 from examples.make_tiny_model import make_tiny_model
 from mindspeed_rl.common.errors import ConfigError
+from mindspeed_rl.config.generate import GenerateConfig, SamplingConfig
 from mindspeed_rl.config.model import ModelConfig
-from mindspeed_rl.config.schema import GenerateConfig, MegatronConfig, SamplingConfig
+from mindspeed_rl.config.schema import MegatronConfig
 from mindspeed_rl.data.packing import fixed_micro_batches
 from mindspeed_rl.device.cpu import CpuDevice
 from mindspeed_rl.engine.vllm.engine import VllmEngine

@@ -10,8 +10,9 @@ from support.ranks import run_ranks
 
 from examples.make_tiny_model import make_tiny_model
 from mindspeed_rl.common.errors import WeightMismatch
+from mindspeed_rl.config.generate import GenerateConfig, SamplingConfig
 from mindspeed_rl.config.model import ModelConfig
-from mindspeed_rl.config.schema import GenerateConfig, MegatronConfig, SamplingConfig
+from mindspeed_rl.config.schema import MegatronConfig
 from mindspeed_rl.workers.validation import update_and_validate
 
 EMBEDDING = "model.embed_tokens.weight"

@@ -8,7 +8,8 @@ from collections import Counter
 import pytest
 
 from mindspeed_rl.common.errors import ConfigError
-from mindspeed_rl.config.schema import CustomRewardConfig, RLConfig
+from mindspeed_rl.config.reward import CustomRewardConfig
+from mindspeed_rl.config.schema import RLConfig
 from mindspeed_rl.rewards.manager import RewardManager, RewardSample
 from mindspeed_rl.rewards.worker import Status
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from mindspeed_rl.config.schema import GenerateConfig
+from mindspeed_rl.config.generate import GenerateConfig
 from mindspeed_rl.device.cpu import CpuDevice
 from mindspeed_rl.engine.vllm.engine import VllmEngine
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from mindspeed_rl.config.schema import GenerateConfig
+from mindspeed_rl.config.generate import GenerateConfig
 
 if TYPE_CHECKING:
     from mindspeed_rl.engine.vllm.decode_scheduler import DecodeScheduler

@@ -13,7 +13,7 @@ import torch
 
 from mindspeed_rl.checkpoint.files import read_json
 from mindspeed_rl.common.errors import ConfigError, Violation
-from mindspeed_rl.config.schema import GenerateConfig
+from mindspeed_rl.config.generate import GenerateConfig
 from mindspeed_rl.device.base import Device
 from mindspeed_rl.engine.base import Generation, GenerationRequest
 from mindspeed_rl.engine.vllm import cpu, cuda, npu, validation

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from mindspeed_rl.common.errors import ConfigError, Violation
-from mindspeed_rl.config.schema import GenerateConfig
+from mindspeed_rl.config.generate import GenerateConfig
 
 # of its `additional_config`, by our key: the section to switch on, and the class that reads it where there is one
 _SECTIONS = {

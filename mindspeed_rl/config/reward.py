@@ -1,0 +1,32 @@
+"""Keys of `rl_config` that say how responses are scored."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field
+
+from mindspeed_rl.config.section import Count, Positive, Section, Switch
+
+
+class CustomRewardConfig(Section):
+    """A reward function of the user's: `name(prompt, response, label, **extra) -> float` in a Python file."""
+
+    path: str = Field(description="Python file")
+    name: str = Field("compute_score", description="name of the function in it")
+
+
+class RewardConfig(Section):
+    """Part of `RLConfig`."""
+
+    rule_reward: Switch = Field(True, description="score responses with rules (verifiers)")
+    verifier_function: list[str] = Field(["math_verify"], description="names of the verifiers")
+    verifier_weight: list[float] = Field([1.0], description="one weight a verifier; the reward is the weighted sum")
+    verifier_timeout: Annotated[float, Field(gt=0)] = Field(10.0, description="seconds a verifier may take a sample")
+    verifier_parallel: Count = Field(1, description="processes that run verifiers")
+    custom_reward_function: CustomRewardConfig | None = Field(None, description="what the verifier `custom` calls")
+    overlong_buffer_enable: Switch = Field(False, description="take off rewards for responses that become too long")
+    overlong_buffer: Count | None = Field(
+        None, description="tokens before max_tokens over which the penalty rises from 0 to its full size"
+    )
+    overlong_buffer_penalty_factor: Positive = Field(1.0, description="the full penalty")
