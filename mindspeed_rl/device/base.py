@@ -67,16 +67,13 @@ class Swiglu(Protocol):
 class Rotate(Protocol):
     """Rotary position embedding: pairs of channels turn by an angle."""
 
-    def __call__(
-        self, hidden: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor, interleaved: bool
-    ) -> torch.Tensor:
-        """Turn all channels.
+    def __call__(self, hidden: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor) -> torch.Tensor:
+        """Turn all channels; those of a pair are d / 2 apart.
 
         Args:
             hidden: [T, heads, d].
             cosines: [T, d], of the dtype of `hidden`, -1 to 1; both channels of a pair have the same.
             sines: as `cosines`.
-            interleaved: the channels of a pair are neighbours; False: they are d / 2 apart.
         """
 
 

@@ -31,13 +31,12 @@ def _swiglu(gate_and_up: torch.Tensor) -> torch.Tensor:
     return fused
 
 
-def _rotate(hidden: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor, interleaved: bool) -> torch.Tensor:
+def _rotate(hidden: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor) -> torch.Tensor:
     """See `mindspeed_rl.device.base.Rotate`. The kernel's layout BSND with a batch of one limits no tokens."""
     import torch_npu
 
-    mode = "interleave" if interleaved else "half"
     angles = (cosines[None, :, None], sines[None, :, None])  # [1, T, 1, d]
-    rotated: torch.Tensor = torch_npu.npu_rotary_mul(hidden[None].contiguous(), *angles, rotary_mode=mode)
+    rotated: torch.Tensor = torch_npu.npu_rotary_mul(hidden[None].contiguous(), *angles, rotary_mode="half")
     return rotated[0]
 
 

@@ -141,17 +141,15 @@ def test_each_key_switches_its_kernel(key: str, tmp_path: Path) -> None:
     assert found["called"] == {kernel[key.removeprefix("use_fused_")]}
 
 
-@pytest.mark.parametrize("interleaved", [False, True])
-def test_both_layouts_of_pairs_turn_as_complex_numbers_do(interleaved: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pairs_of_channels_turn_as_complex_numbers_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch_npu", ModuleType("torch_npu"))
     put_torch_npu_there()
     torch.manual_seed(0)
     tokens, heads, size = 5, 3, 8
     hidden, angles = torch.randn(tokens, heads, size), torch.rand(tokens, size // 2) * 6
-    pairs = torch.stack(hidden.unflatten(-1, (-1, 2)).unbind(-1) if interleaved else hidden.chunk(2, -1), -1)
+    pairs = torch.stack(hidden.chunk(2, -1), -1)
     turned = torch.view_as_real(torch.view_as_complex(pairs) * torch.polar(torch.ones_like(angles), angles)[:, None])
-    expected = turned.flatten(-2) if interleaved else torch.cat(turned.unbind(-1), -1)
-    both = angles.repeat_interleave(2, -1) if interleaved else angles.repeat(1, 2)
+    both = angles.repeat(1, 2)
     rotate = NpuDevice().rotate
     assert rotate is not None
-    torch.testing.assert_close(rotate(hidden, both.cos(), both.sin(), interleaved), expected)
+    torch.testing.assert_close(rotate(hidden, both.cos(), both.sin()), torch.cat(turned.unbind(-1), -1))

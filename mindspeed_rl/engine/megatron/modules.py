@@ -125,7 +125,7 @@ def rotate_packed(
     With latent attention the channels that rotate together are neighbours, in DeepSeek's checkpoints as here.
     """
     assert cu_seqlens is not None, "training input is always packed"
-    settings = config.rotary_interleaved, config.multi_latent_attention, config.attention_scaling
+    settings = config.multi_latent_attention, config.attention_scaling
     rank = mpu.get_context_parallel_rank()
     if config.rotate is not None:
         return _rotated_by(config.rotate, hidden, freqs, cu_seqlens, rank, *settings)
@@ -137,7 +137,6 @@ def _rotated(
     freqs: torch.Tensor,
     cu_seqlens: torch.Tensor,
     rank: int,
-    interleaved: bool,
     neighbours: bool,
     scaling: float,
 ) -> torch.Tensor:
@@ -145,7 +144,7 @@ def _rotated(
     rotated: torch.Tensor = rope_utils._apply_rotary_pos_emb_bshd(
         hidden.unsqueeze(1),
         freqs[_positions(hidden, cu_seqlens, rank)],
-        rotary_interleaved=interleaved,
+        rotary_interleaved=False,
         multi_latent_attention=neighbours,
         mscale=scaling,
     )
@@ -165,7 +164,6 @@ def _rotated_by(
     freqs: torch.Tensor,
     cu_seqlens: torch.Tensor,
     rank: int,
-    interleaved: bool,
     neighbours: bool,
     scaling: float,
 ) -> torch.Tensor:
@@ -175,7 +173,7 @@ def _rotated_by(
     if neighbours:
         turning = torch.cat((turning[..., 0::2], turning[..., 1::2]), dim=-1)
     angles = freqs[_positions(hidden, cu_seqlens, rank)].reshape(len(hidden), size)
-    turned = rotate(turning, angles.cos().to(hidden.dtype), angles.sin().to(hidden.dtype), interleaved)
+    turned = rotate(turning, angles.cos().to(hidden.dtype), angles.sin().to(hidden.dtype))
     if scaling != 1.0:  # afterwards: kernels take cosines and sines, which are not above 1
         turned = turned * scaling
     return torch.cat((turned, rest), dim=-1)
