@@ -41,7 +41,7 @@ older() {
         shared_critic ring_attention; do
         engine+=("tests/engine/test_$name.py")
     done
-    python -m pytest -q -p no:cacheprovider "${engine[@]}" \
+    python -m pytest -q -p no:cacheprovider "${engine[@]}" tests/device tests/trainer/test_simulated_npu_run.py \
         "tests/trainer/test_training_run.py::test_layouts_train_the_same[DP2-to-TP2]"
 }
 case "$* " in

@@ -17,6 +17,7 @@ from mindspeed_rl.engine.base import TokenOutputs
 from mindspeed_rl.engine.megatron.bootstrap import prepare
 from mindspeed_rl.types import Denominators, RolloutBatch
 from tests.engine.test_training_layouts import SEQUENCES, make_batch, objective_loss
+from tests.support.ranks import leave_parallel_state
 from tests.support.simulated_npu import Ranks, ranks
 
 TP, PP, EP, CP = (f"{way}_parallel_size" for way in ("tensor_model", "pipeline_model", "expert_model", "context"))
@@ -33,8 +34,6 @@ def _train(folder: str, settings: dict[str, Any]) -> tuple[float, float] | None:
     device = NpuDevice()
     cfg, weights = MegatronConfig(lr=1e-3, **settings), HFWeights(folder)
     prepare(device, cfg)
-    from megatron.core import parallel_state as mpu
-
     from mindspeed_rl.engine.megatron.engine import MegatronEngine, initialize_parallel_state
 
     initialize_parallel_state(cfg)
@@ -63,7 +62,7 @@ def _train(folder: str, settings: dict[str, Any]) -> tuple[float, float] | None:
         total = engine.sum_over_data_parallel([total])[0]
         return (metrics["actor/grad_norm"], total) if engine.is_output_rank else None
     finally:
-        mpu.destroy_model_parallel()
+        leave_parallel_state()
 
 
 @pytest.fixture(scope="module")
