@@ -31,8 +31,8 @@ class DataConfig(Section):
     )
     truncation: Literal["drop", "error", "left", "right", "middle"] = Field(
         "drop",
-        description="what happens to prompts of more than max_prompt_length tokens: left out and counted, an error, or "
-        "shortened; `left` takes tokens away at the beginning, `right` at the end, `middle` between two halves",
+        description="what happens to prompts of more than max_prompt_length tokens: they are left out and counted, "
+        "an error, or shortened: `left` takes tokens away at the beginning, `right` at the end, `middle` between",
     )
     num_workers: Count = Field(1, description="processes that template and tokenise prompts; the result is the same")
     tokenizer_name_or_path: str | None = Field(None, description="Hugging Face folder that holds the tokenizer")

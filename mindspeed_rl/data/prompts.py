@@ -114,7 +114,7 @@ def load_prompts(actor: MegatronConfig, rl: RLConfig, tokenizer: PreTrainedToken
                 continue
             truncated += 1
             ids = shorten(row.ids, rl.max_prompt_length, actor.truncation)
-            row = replace(row, ids=ids, text=tokenizer.decode(ids))
+            row = replace(row, ids=ids, text=str(tokenizer.decode(ids)))
         rows.append(row)
         if len(rows) == actor.train_max_samples:
             break
@@ -129,7 +129,7 @@ def load_prompts(actor: MegatronConfig, rl: RLConfig, tokenizer: PreTrainedToken
 
 
 def shorten(ids: np.ndarray, length: int, truncation: str) -> np.ndarray:
-    """So many of the ids: the last (`left`), the first (`right`), or of both ends (`middle`), of the first one more."""
+    """So many of the ids: the last (`left`), the first (`right`), or half of them at each end (`middle`)."""
     if truncation == "left":
         return ids[len(ids) - length :]
     if truncation == "right":
