@@ -13,6 +13,7 @@ from pydantic_core import PydanticUndefined
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from mindspeed_rl.config.data import CustomDatasetConfig  # noqa: E402
 from mindspeed_rl.config.environment import DETERMINISTIC, NPU_VARIABLES, TRAINERS, RuntimeEnvConfig  # noqa: E402
 from mindspeed_rl.config.generate import GenerateConfig, SamplingConfig  # noqa: E402
 from mindspeed_rl.config.model import ModelConfig  # noqa: E402
@@ -65,6 +66,7 @@ VERIFIERS.
 SECTIONS: list[tuple[str, type[BaseModel], str]] = [
     ("Top level", Config, ""),
     ("`megatron_training` and `actor_config`", MegatronConfig, ""),
+    ("`megatron_training.custom_dataset`", CustomDatasetConfig, ""),
     ("`rl_config`", RLConfig, ""),
     ("`rl_config.actor_resource`", ResourceConfig, ""),
     ("`rl_config.custom_reward_function`", CustomRewardConfig, ""),

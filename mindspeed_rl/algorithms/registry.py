@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import difflib
-import importlib.util
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from mindspeed_rl.common.errors import ConfigError, Violation
+from mindspeed_rl.common.user_code import run_user_file
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -65,14 +63,5 @@ def load_custom_algorithms(path: str | None) -> None:
     """
     if path is None or str(Path(path).resolve()) in _loaded:
         return
-    spec = importlib.util.spec_from_file_location("custom_algorithms", path)
-    if spec is None or spec.loader is None:
-        raise ConfigError([Violation("rl_config.custom_algorithm_file", path, "is no Python file", "call it ….py")])
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # where dataclasses look their types up
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:
-        message = f"raised {type(error).__name__}: {error}"
-        raise ConfigError([Violation("rl_config.custom_algorithm_file", path, message)]) from error
+    run_user_file(path, "custom_algorithms", "rl_config.custom_algorithm_file")
     _loaded.add(str(Path(path).resolve()))

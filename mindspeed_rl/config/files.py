@@ -111,6 +111,13 @@ def missing_files(cfg: Config, broken: Sequence[str] = ()) -> list[Violation]:
             if folder
         ),
     ]
+    if actor.chat_template:
+        named.append(
+            (actor_path(cfg, "chat_template"), actor.chat_template, "file", Path(actor.chat_template).is_file())
+        )
+    if dataset := actor.custom_dataset:
+        path = f"{actor_path(cfg, 'custom_dataset')}.path"
+        named.append((path, dataset.path, "file", Path(dataset.path).is_file()))
     if custom:
         named.append(("rl_config.custom_reward_function.path", custom.path, "file", Path(custom.path).is_file()))
     if algorithms := cfg.rl_config.custom_algorithm_file:

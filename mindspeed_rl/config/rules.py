@@ -248,12 +248,23 @@ def temperature_is_positive(cfg: Config) -> Found:
         yield Violation("generate_config.sampling_config.temperature", 0.0, message, hint)
 
 
-@rule("actor.system_prompt", "actor.apply_chat_template")
-def system_prompt_needs_template(cfg: Config) -> Found:
-    if cfg.actor.system_prompt is not None and not cfg.actor.apply_chat_template:
-        message = "is used with a chat template only, and apply_chat_template = False"
-        hint = "set apply_chat_template: true, or put the text into the prompts"
-        yield Violation(actor_path(cfg, "system_prompt"), cfg.actor.system_prompt, message, hint)
+@rule("actor.system_prompt", "actor.chat_template", "actor.chat_template_kwargs", "actor.apply_chat_template")
+def template_keys_need_the_template(cfg: Config) -> Found:
+    actor = cfg.actor
+    for key in ("system_prompt", "chat_template", "chat_template_kwargs"):
+        if getattr(actor, key) and not actor.apply_chat_template:
+            message, hint = (
+                "has no effect with apply_chat_template = False",
+                "set apply_chat_template: true, or remove it",
+            )
+            yield Violation(actor_path(cfg, key), getattr(actor, key), message, hint)
+
+
+@rule("actor.data_seed", "actor.no_shuffle")
+def an_order_is_drawn(cfg: Config) -> Found:
+    if cfg.actor.data_seed is not None and cfg.actor.no_shuffle:
+        message = "has no effect with no_shuffle = True"
+        yield Violation(actor_path(cfg, "data_seed"), cfg.actor.data_seed, message, "remove one of the two")
 
 
 # ---------------------------------------------------------------- recomputation and optimizer

@@ -209,7 +209,7 @@ class RLConfig(AlgorithmConfig, RewardConfig):
     epochs: Count = Field(1, description="passes over an iteration's samples")
     mini_batch_size: Count = Field(32, description="prompts per optimizer step")
     n_samples_per_prompt: Count = Field(8, description="responses generated for each prompt (the group)")
-    max_prompt_length: Count = Field(512, description="longer prompts are dropped, and counted")
+    max_prompt_length: Count = Field(512, description="longer prompts are treated as `truncation` says")
     actor_forward_micro_batch_size: Count = Field(8, description="sequences a pass when computing old log-probs")
     critic_forward_micro_batch_size: Count = Field(8, description="sequences a pass when computing values")
     ref_forward_micro_batch_size: Count = Field(8, description="sequences a pass when computing reference log-probs")

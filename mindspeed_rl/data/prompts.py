@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+import multiprocessing
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field, replace
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from jinja2.exceptions import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from mindspeed_rl.common.errors import DataError
 from mindspeed_rl.config.schema import MegatronConfig, RLConfig
+from mindspeed_rl.data.custom import custom_records
 from mindspeed_rl.data.records import Record, find_files, read_records
 
 TOKENISE_AT_ONCE = 1024  # rows
@@ -35,18 +43,36 @@ class PromptSample:
     extra: dict[str, Any] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
 class PromptDataset:
-    """All prompts that fit, in the order of the files; `dropped_too_long` counts those that did not."""
+    """All prompts that are used, in the order of the files, token ids in one array.
 
-    samples: list[PromptSample]
-    dropped_too_long: int
+    Attributes:
+        dropped_too_long: how many were left out as longer than `max_prompt_length`.
+        truncated: how many were shortened to it.
+    """
+
+    def __init__(self, rows: Sequence[_Row], dropped_too_long: int = 0, truncated: int = 0):
+        self._rows, self.dropped_too_long, self.truncated = rows, dropped_too_long, truncated
+        self._bounds = np.cumsum([0, *(len(row.ids) for row in rows)])
+        self._ids = np.concatenate([row.ids for row in rows])
+        # what is in the one array need not be kept in many
+        self._rows = [replace(row, ids=_NOTHING) for row in rows]
 
     def __len__(self) -> int:
-        return len(self.samples)
+        return len(self._rows)
 
     def __getitem__(self, index: int) -> PromptSample:
-        return self.samples[index]
+        row = self._rows[index]
+        first, end = self._bounds[index % len(self)], self._bounds[index % len(self) + 1]
+        return PromptSample(self._ids[first:end].tolist(), row.text, row.label, row.data_source, row.extra)
+
+    @property
+    def samples(self) -> list[PromptSample]:
+        """All of them, made for the caller."""
+        return [self[index] for index in range(len(self))]
+
+
+_NOTHING = np.empty(0, dtype=np.int32)
 
 
 @dataclass(frozen=True)
@@ -56,52 +82,137 @@ class _Row:
     label: str
     data_source: str
     extra: dict[str, Any]
+    ids: np.ndarray  # [prompt length] int32
 
 
 def load_prompts(actor: MegatronConfig, rl: RLConfig, tokenizer: PreTrainedTokenizerBase) -> PromptDataset:
-    """Read, template and tokenise the data set; prompts of more than `max_prompt_length` tokens are dropped.
+    """Read, template and tokenise the data set; longer prompts than `max_prompt_length` as `truncation` says.
 
     Raw text gets the tokenizer's special tokens (such as a beginning-of-sequence token) as it defines them; a chat
-    template brings its own. A `system_prompt` of the configuration replaces the system message of a row.
+    template brings its own. A `system_prompt` of the configuration replaces the system message of a row. The text of
+    a prompt that is shortened is that of its remaining tokens.
 
     Raises:
         DataError: a file, row, key or value that cannot be used (names file and line), or nothing is left.
+        ConfigError: the user's data set cannot be loaded.
     """
     if actor.data_path is None:
         raise DataError("data_path = None: name the jsonl or parquet files with the prompts")
-    if actor.apply_chat_template and not tokenizer.chat_template:
+    if actor.apply_chat_template and not (actor.chat_template or tokenizer.chat_template):
         raise DataError(f"apply_chat_template = True, but tokenizer {tokenizer.name_or_path!r} has no chat template")
-    files = find_files(actor.data_path)
-    rows = [_read_row(record, file, actor, tokenizer) for file in files for record in read_records(file)]
-    if not rows:
+    encode = _Encoder(actor, tokenizer)
+    rows, dropped, truncated, read = list[_Row](), 0, 0, 0
+    for row in _encoded(encode, _records(actor, tokenizer), actor.num_workers):
+        read += 1
+        excess = len(row.ids) - rl.max_prompt_length
+        if excess > 0:
+            if actor.truncation == "error":
+                what = f"the prompt has {len(row.ids)} tokens, max_prompt_length = {rl.max_prompt_length}"
+                raise DataError(f"{row.where}: {what}; see truncation for what else can be done")
+            if actor.truncation == "drop":
+                dropped += 1
+                continue
+            truncated += 1
+            ids = shorten(row.ids, rl.max_prompt_length, actor.truncation)
+            row = replace(row, ids=ids, text=str(tokenizer.decode(ids)))
+        rows.append(row)
+        if len(rows) == actor.train_max_samples:
+            break
+    if not read:
         raise DataError(f"data_path = {actor.data_path!r}: the data set is empty")
-    samples = []
-    for first in range(0, len(rows), TOKENISE_AT_ONCE):
-        batch = rows[first : first + TOKENISE_AT_ONCE]
-        encoded = tokenizer([row.text for row in batch], add_special_tokens=not actor.apply_chat_template)
-        for row, ids in zip(batch, encoded["input_ids"], strict=True):
-            if not ids:
-                raise DataError(f"{row.where}: the prompt {row.text!r} has no tokens")
-            if len(ids) <= rl.max_prompt_length:
-                samples.append(PromptSample(list(ids), row.text, row.label, row.data_source, row.extra))
-    if not samples:
+    if not rows:
         raise DataError(
-            f"data_path = {actor.data_path!r}: all {len(rows)} prompts are longer than "
+            f"data_path = {actor.data_path!r}: all {read} prompts are longer than "
             f"max_prompt_length = {rl.max_prompt_length} tokens"
         )
-    return PromptDataset(samples, dropped_too_long=len(rows) - len(samples))
+    return PromptDataset(rows, dropped, truncated)
 
 
-def _read_row(record: Record, file: Path, actor: MegatronConfig, tokenizer: PreTrainedTokenizerBase) -> _Row:
-    prompt = record.require(actor.prompt_key, "prompt_key")
-    label = record.require(actor.answer_key, "answer_key")
-    if isinstance(label, bool) or not isinstance(label, str | int | float):
-        raise DataError(f"{record.where}: answer_key = {actor.answer_key!r}: must be text or a number, is {label!r}")
-    source = record.row.get("data_source") or file.stem
-    return _Row(record.where, _prompt_text(prompt, record, actor, tokenizer), str(label), str(source), _extra(record))
+def shorten(ids: np.ndarray, length: int, truncation: str) -> np.ndarray:
+    """So many of the ids: the last (`left`), the first (`right`), or half of them at each end (`middle`)."""
+    if truncation == "left":
+        return ids[len(ids) - length :]
+    if truncation == "right":
+        return ids[:length]
+    head = length - length // 2
+    return np.concatenate((ids[:head], ids[len(ids) - length // 2 :]))
 
 
-def _prompt_text(prompt: Any, record: Record, actor: MegatronConfig, tokenizer: PreTrainedTokenizerBase) -> str:
+def _records(actor: MegatronConfig, tokenizer: PreTrainedTokenizerBase) -> Iterator[tuple[Record, str]]:
+    """Rows, each with the name of the source that it has if it does not say one."""
+    assert actor.data_path is not None
+    files = find_files(actor.data_path)
+    if actor.custom_dataset is not None:
+        yield from ((record, files[0].stem) for record in custom_records(actor, files, tokenizer))
+        return
+    for file in files:
+        yield from ((record, file.stem) for record in read_records(file))
+
+
+class _Encoder:
+    """From rows as they are in files to tokens; it and its results travel between processes."""
+
+    def __init__(self, actor: MegatronConfig, tokenizer: PreTrainedTokenizerBase):
+        self.actor, self.tokenizer = actor, tokenizer
+        self.template = None
+        if actor.chat_template is not None:
+            try:
+                self.template = Path(actor.chat_template).read_text(encoding="utf-8")
+            except (OSError, UnicodeDecodeError) as error:
+                raise DataError(f"chat_template = {actor.chat_template!r}: cannot be read: {error}") from error
+
+    def __call__(self, records: Sequence[tuple[Record, str]]) -> list[_Row]:
+        rows = [self._read(record, source) for record, source in records]
+        encoded = self.tokenizer([row.text for row in rows], add_special_tokens=not self.actor.apply_chat_template)
+        for row, ids in zip(rows, encoded["input_ids"], strict=True):
+            if not ids:
+                raise DataError(f"{row.where}: the prompt {row.text!r} has no tokens")
+        of_rows = zip(rows, encoded["input_ids"], strict=True)
+        return [replace(row, ids=np.array(ids, dtype=np.int32)) for row, ids in of_rows]
+
+    def _read(self, record: Record, file_source: str) -> _Row:
+        actor = self.actor
+        prompt = record.require(actor.prompt_key, "prompt_key")
+        label = record.require(actor.answer_key, "answer_key")
+        if isinstance(label, bool) or not isinstance(label, str | int | float):
+            message = f"must be text or a number, is {label!r}"
+            raise DataError(f"{record.where}: answer_key = {actor.answer_key!r}: {message}")
+        source = record.get(actor.data_source_key) or file_source
+        text = _prompt_text(prompt, record, actor, self.tokenizer, self.template)
+        return _Row(record.where, text, str(label), str(source), _extra(record), _NOTHING)
+
+
+_encoder: _Encoder | None = None  # of a process that encodes for another
+
+
+def _take_encoder(encoder: _Encoder) -> None:
+    global _encoder
+    _encoder = encoder
+
+
+def _encode_here(records: Sequence[tuple[Record, str]]) -> list[_Row]:
+    assert _encoder is not None, "the process was started with one"
+    return _encoder(records)
+
+
+def _encoded(encode: _Encoder, records: Iterator[tuple[Record, str]], workers: int) -> Iterator[_Row]:
+    """Rows in order, encoded here or in so many processes."""
+    chunks = iter(lambda: list(islice(records, TOKENISE_AT_ONCE)), [])
+    if workers == 1:
+        yield from chain.from_iterable(map(encode, chunks))
+        return
+    context = multiprocessing.get_context("spawn")  # the tokenizer's threads would not survive a fork
+    with ProcessPoolExecutor(workers, context, initializer=_take_encoder, initargs=(encode,)) as pool:
+        ahead = deque(pool.submit(_encode_here, chunk) for chunk in islice(chunks, 2 * workers))
+        while ahead:  # a bounded number of chunks is on its way
+            rows = ahead.popleft().result()
+            ahead.extend(pool.submit(_encode_here, chunk) for chunk in islice(chunks, 1))
+            yield from rows
+
+
+def _prompt_text(
+    prompt: Any, record: Record, actor: MegatronConfig, tokenizer: PreTrainedTokenizerBase, template: str | None
+) -> str:
     where = f"{record.where}: prompt_key = {actor.prompt_key!r}"
     is_chat = isinstance(prompt, list) and all(
         isinstance(message, dict) and isinstance(message.get("role"), str) and isinstance(message.get("content"), str)
@@ -117,7 +228,16 @@ def _prompt_text(prompt: Any, record: Record, actor: MegatronConfig, tokenizer: 
     if actor.system_prompt is not None:
         others = [message for message in messages if message["role"] != "system"]
         messages = [{"role": "system", "content": actor.system_prompt}, *others]
-    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    try:
+        text = tokenizer.apply_chat_template(
+            messages,
+            chat_template=template,
+            tokenize=False,
+            add_generation_prompt=True,
+            **actor.chat_template_kwargs,
+        )
+    except TemplateError as error:  # templates refuse what they do not know, such as a system message
+        raise DataError(f"{where}: the chat template refuses it: {error}") from error
     assert isinstance(text, str)
     return text
 

@@ -10,7 +10,9 @@ from mindspeed_rl.common.errors import DataError
 from mindspeed_rl.config.model import ModelConfig
 
 
-def load_tokenizer(path: str | Path, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+def load_tokenizer(
+    path: str | Path, trust_remote_code: bool = False, use_fast: bool = True
+) -> PreTrainedTokenizerBase:
     """Tokenizer of a Hugging Face folder; nothing is fetched from a network.
 
     Raises:
@@ -19,7 +21,9 @@ def load_tokenizer(path: str | Path, trust_remote_code: bool = False) -> PreTrai
     if not Path(path).is_dir():
         raise DataError(f"tokenizer_name_or_path = {str(path)!r}: no such folder")
     try:
-        return AutoTokenizer.from_pretrained(str(path), trust_remote_code=trust_remote_code, local_files_only=True)
+        return AutoTokenizer.from_pretrained(
+            str(path), trust_remote_code=trust_remote_code, use_fast=use_fast, local_files_only=True
+        )
     except (OSError, ValueError, KeyError, TypeError) as error:
         summary = str(error).strip().split("\n")[0]
         raise DataError(f"tokenizer_name_or_path = {str(path)!r}: cannot be loaded: {summary}") from error

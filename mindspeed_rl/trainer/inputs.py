@@ -68,10 +68,11 @@ def prepare(config: Config) -> Inputs:
     RewardManager(config.rl_config).close()  # verifiers load, or say why not
     _check_algorithms(config.rl_config)
     trust = config.generate_config.trust_remote_code
-    tokenizer = load_tokenizer(actor.tokenizer_name_or_path or source.hf_folder, trust)
+    tokenizer = load_tokenizer(actor.tokenizer_name_or_path or source.hf_folder, trust, actor.use_fast_tokenizer)
     check_tokenizer(tokenizer, model)
     dataset = load_prompts(actor, config.rl_config, tokenizer)
-    sampler = PromptSampler(len(dataset), actor.global_batch_size, actor.seed, shuffle=not actor.no_shuffle)
+    order = actor.seed if actor.data_seed is None else actor.data_seed
+    sampler = PromptSampler(len(dataset), actor.global_batch_size, order, shuffle=not actor.no_shuffle)
     if state is not None:
         sampler.load_state_dict(state["sampler"])
         _check_carried(state, config)

@@ -51,8 +51,9 @@ def run(config: Config, config_yaml: str, config_name: str) -> int:
     setup_logging(folder.logs, "driver")
     logger.info("%s", inputs.layout)
     logger.info("%s", inputs.source)
-    limit, dropped = config.rl_config.max_prompt_length, inputs.dataset.dropped_too_long
-    print(f"prompts: {len(inputs.dataset)}; dropped as longer than {limit} tokens: {dropped}")
+    limit, data = config.rl_config.max_prompt_length, inputs.dataset
+    truncated = f", shortened to that: {data.truncated}" if data.truncated else ""
+    print(f"prompts: {len(data)}; dropped as longer than {limit} tokens: {data.dropped_too_long}{truncated}")
     with ExitStack() as stack:
         stack.enter_context(_ray(config, inputs.layout))
         _train(config, inputs, folder, stack)

@@ -175,9 +175,13 @@ EXAMPLES = {
         ["generate_config.sampling_config.temperature=0"],
         "generate_config.sampling_config.temperature", 0.0, "no distribution", "above 0",
     ),
-    "system_prompt_needs_template": (
+    "template_keys_need_the_template": (
         ["actor_config.system_prompt='Be brief.'", "megatron_training.apply_chat_template=false"],
         "actor_config.system_prompt", "Be brief.", "apply_chat_template = False", "apply_chat_template: true",
+    ),
+    "an_order_is_drawn": (
+        ["megatron_training.data_seed=7", "megatron_training.no_shuffle=true"],
+        "megatron_training.data_seed", 7, "no_shuffle = True", "remove one",
     ),
     "recompute_keys_agree": (
         ["megatron_training.recompute_granularity=selective", "megatron_training.recompute_num_layers=null"],

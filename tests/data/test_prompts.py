@@ -1,13 +1,14 @@
 """Prompts from files: every format that is read, and every input that is refused."""
 
 import json
+from pathlib import Path
 
 import pyarrow
 import pyarrow.parquet
 import pytest
 from transformers import AutoTokenizer
 
-from mindspeed_rl.common.errors import DataError
+from mindspeed_rl.common.errors import ConfigError, DataError
 from mindspeed_rl.config.schema import MegatronConfig, RLConfig
 from mindspeed_rl.data.prompts import load_prompts
 
@@ -145,3 +146,152 @@ def test_chat_template_absent(tmp_path, load, tiny_model_dir):
     tokenizer.chat_template = None
     with pytest.raises(DataError, match=r"apply_chat_template = True, but tokenizer .* has no chat template"):
         load(write_jsonl(tmp_path / "a.jsonl", ROWS), apply_chat_template=True, tokenizer=tokenizer)
+
+
+LONG = [{"prompt": "123456789", "answer": "x"}, {"prompt": "12", "answer": "y"}]
+
+
+@pytest.mark.parametrize(
+    ("truncation", "length", "expected"),
+    [
+        ("left", 4, "6789"),
+        ("right", 4, "1234"),
+        ("middle", 4, "1289"),
+        ("middle", 5, "12389"),
+        ("middle", 1, "1"),
+        ("right", 9, "123456789"),
+    ],
+)
+def test_long_prompts_are_shortened_where_that_is_asked_for(tmp_path, load, tokenizer, truncation, length, expected):
+    data = load(write_jsonl(tmp_path / "a.jsonl", LONG), max_prompt_length=length, truncation=truncation)
+    assert [sample.prompt_text for sample in data.samples] == [expected, "12"[:length]]
+    assert tokenizer.decode(data[0].prompt_ids) == expected
+    assert data.dropped_too_long == 0
+    assert data.truncated == sum(len(row["prompt"]) > length for row in LONG)
+
+
+def test_long_prompts_can_be_an_error(tmp_path, load):
+    file = write_jsonl(tmp_path / "a.jsonl", LONG[::-1])
+    with pytest.raises(DataError, match=r"a.jsonl:2: the prompt has 9 tokens, max_prompt_length = 4; see truncation"):
+        load(file, max_prompt_length=4, truncation="error")
+    assert len(load(file, max_prompt_length=9, truncation="error")) == 2
+
+
+def test_the_first_prompts_that_fit_are_used(tmp_path, load):
+    rows = [{"prompt": "1" * n, "answer": str(n)} for n in (9, 1, 9, 2, 3)]
+    data = load(write_jsonl(tmp_path / "a.jsonl", rows), max_prompt_length=4, train_max_samples=2)
+    assert [sample.label for sample in data.samples] == ["1", "2"]
+    assert data.dropped_too_long == 2
+
+
+def test_the_number_of_workers_changes_nothing(tmp_path, load, monkeypatch):
+    monkeypatch.setattr("mindspeed_rl.data.prompts.TOKENISE_AT_ONCE", 3)
+    rows = [{"prompt": str(n) * (n % 4 + 1), "answer": str(n), "extra": {"n": n}} for n in range(20)]
+    file = write_jsonl(tmp_path / "a.jsonl", rows)
+    alone, together = load(file), load(file, num_workers=2)
+    assert len(alone) == 20
+    assert together.samples == alone.samples
+
+
+def test_a_workers_error_names_the_row(tmp_path, load, monkeypatch):
+    monkeypatch.setattr("mindspeed_rl.data.prompts.TOKENISE_AT_ONCE", 1)
+    file = write_jsonl(tmp_path / "a.jsonl", [*ROWS, {"prompt": "1"}])
+    with pytest.raises(DataError, match=r"a.jsonl:3: answer_key = 'answer': no such column"):
+        load(file, num_workers=2)
+
+
+def test_samples_come_by_index_from_one_array(tmp_path, load):
+    rows = [{"prompt": "123"[:n], "answer": str(n)} for n in (3, 1, 2)]
+    data = load(write_jsonl(tmp_path / "a.jsonl", rows))
+    assert [len(data[index].prompt_ids) for index in (0, 1, 2, -1)] == [3, 1, 2, 2]
+    assert data[-1] == data[2]
+    with pytest.raises(IndexError):
+        data[3]
+
+
+def test_template_of_the_users(tmp_path, load):
+    template = tmp_path / "chat.jinja"
+    template.write_text("{% for m in messages %}{{ m.content }}{% endfor %}{% if closing %}={% endif %}")
+    file = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "3+4", "answer": "7"}])
+    keys = {"apply_chat_template": True, "chat_template": str(template)}
+    assert load(file, **keys)[0].prompt_text == "3+4"
+    assert load(file, **keys, chat_template_kwargs={"closing": True})[0].prompt_text == "3+4="
+    template.write_text("{{ raise_exception('no such role') }}")
+    with pytest.raises(DataError, match=r"a.jsonl:1: prompt_key = 'prompt': the chat template refuses it: no such"):
+        load(file, **keys)
+    with pytest.raises(DataError, match=r"chat_template = '.*missing.jinja': cannot be read"):
+        load(file, apply_chat_template=True, chat_template=str(tmp_path / "missing.jinja"))
+
+
+def test_columns_as_verl_has_them(tmp_path, load):
+    row = {
+        "data_source": "sums",
+        "prompt": [{"role": "user", "content": "3+4="}],
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": "7"},
+        "extra_info": {"split": "train", "index": 0},
+    }
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row]), tmp_path / "train.parquet")
+    keys = {"answer_key": "reward_model.ground_truth", "apply_chat_template": True}
+    sample = load(tmp_path / "train.parquet", **keys)[0]
+    assert (sample.prompt_text, sample.label, sample.data_source) == ("3+4=", "7", "sums")
+    assert load(tmp_path / "train.parquet", data_source_key="ability", **keys)[0].data_source == "math"
+    assert load(tmp_path / "train.parquet", data_source_key="nothing", **keys)[0].data_source == "train"
+
+
+CLASS = """
+class Numbers:
+    def __init__(self, files, tokenizer, config):
+        self.lines = open(files[0]).read().split()
+        assert tokenizer.eos_token_id is not None
+        self.prompt = config.prompt_key
+
+    def __len__(self):
+        return len(self.lines)
+
+    def __getitem__(self, index):
+        if self.lines[index] == "x":
+            raise KeyError("x")
+        if self.lines[index] == "0":
+            return []
+        return {self.prompt: self.lines[index] + "=", "answer": self.lines[index], "extra": {"index": index}}
+"""
+
+
+def test_a_data_set_of_the_users(tmp_path, load):
+    code, file = tmp_path / "numbers.py", tmp_path / "numbers.json"
+    code.write_text(CLASS)
+    custom = {"path": str(code), "name": "Numbers"}
+    file.write_text("12 345 67")
+    data = load(file, custom_dataset=custom, max_prompt_length=3)
+    assert [(s.prompt_text, s.label, s.data_source, s.extra) for s in data.samples] == [
+        ("12=", "12", "numbers", {"index": 0}),
+        ("67=", "67", "numbers", {"index": 2}),
+    ]
+    assert data.dropped_too_long == 1
+    for text, message in {
+        "12 x": r"custom_dataset: Numbers\[1\] raised KeyError: 'x'",
+        "0": r"Numbers\[0\]: must be an object with columns, is \[\]",
+        "": "the data set is empty",
+    }.items():
+        file.write_text(text)
+        with pytest.raises(DataError, match=message):
+            load(file, custom_dataset=custom)
+    with pytest.raises(
+        ConfigError, match=r"custom_dataset.name = 'Number': is no class in .*numbers.py \(it has \['Num"
+    ):
+        load(file, custom_dataset={**custom, "name": "Number"})
+    code.write_text("1 / 0")
+    with pytest.raises(ConfigError, match=r"custom_dataset.path = .*numbers.py'?: raised ZeroDivisionError"):
+        load(file, custom_dataset=custom)
+
+
+def test_the_example_of_a_data_set(tmp_path, load):
+    file = tmp_path / "pairs.json"
+    file.write_text("3 4\n10 5\n")
+    custom = {"path": str(Path(__file__).parents[2] / "examples" / "custom_dataset.py"), "name": "Sums"}
+    data = load(file, custom_dataset=custom)
+    assert [(s.prompt_text, s.label, s.data_source, s.extra["largest"]) for s in data.samples] == [
+        ("3+4=", "7", "sums", 4),
+        ("10+5=", "15", "sums", 10),
+    ]
