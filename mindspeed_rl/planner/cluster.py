@@ -33,7 +33,9 @@ class Cluster(Section):
     decode_share: Share = Field(description="of what memory and products allow, in a decode step")
     decode_step_ms: NonNegative = Field(1.0, description="what a decode step takes besides, milliseconds")
     link_share: Share = Field(0.7, description="of links' and memory's rates, in transfers")
-    switch_s: NonNegative = Field(0.2, description="seconds for vLLM to sleep and wake up, and for calls between both")
+    switch_s: NonNegative = Field(
+        0.2, description="seconds for vLLM to sleep and wake up, and for calls between both"
+    )
 
     @property
     def training_flops(self) -> float:

@@ -188,7 +188,9 @@ def _bubble(cfg: Config, model: ModelConfig, layout: Layout, micro_batches: floa
     return 1 + (layout.pp - 1) / (chunks * micro_batches)
 
 
-def _exchange(cfg: Config, model: ModelConfig, layout: Layout, cluster: Cluster, tokens: float, passes: float) -> float:
+def _exchange(
+    cfg: Config, model: ModelConfig, layout: Layout, cluster: Cluster, tokens: float, passes: float
+) -> float:
     """Seconds in which a stage's devices exchange activations of `tokens`; a forward pass is 1, with backward 3.
 
     Of tensor parallelism four collectives a layer and pass (arXiv:2205.05198, section 4.2.2), of context parallelism
@@ -221,7 +223,9 @@ def update_seconds(cfg: Config, model: ModelConfig, layout: Layout, cluster: Clu
     actor, epochs = cfg.actor, layout.epochs
     again, forward = _recomputed(cfg, model), _flops_per_device(cfg, model, layout, work)
     of_layers = 1 - 2 * model.vocab_size * model.hidden_size / model.forward_flops([1])[0]
-    seconds = TRAIN_TO_FORWARD * forward / cluster.training_flops + again * of_layers * forward / cluster.scoring_flops
+    seconds = (
+        TRAIN_TO_FORWARD * forward / cluster.training_flops + again * of_layers * forward / cluster.scoring_flops
+    )
     micro = _micro_batches(cfg, layout, work, actor.micro_batch_size)
     computing = seconds * _bubble(cfg, model, layout, micro)
     computing += _exchange(cfg, model, layout, cluster, _tokens_per_device(layout, work), TRAIN_TO_FORWARD + again)
@@ -281,7 +285,9 @@ def offload_seconds(cfg: Config, model: ModelConfig, layout: Layout, cluster: Cl
     if not layout.integrated or cluster.device == "cpu":
         return 0.0
     generate, memory = cfg.generate_config, estimate_memory(cfg, model, layout)
-    moved = 2 * memory.weights * generate.offload_train_param + 2 * memory.optimizer * generate.offload_train_optimizer
+    moved = (
+        2 * memory.weights * generate.offload_train_param + 2 * memory.optimizer * generate.offload_train_optimizer
+    )
     if uses_reference(cfg) and generate.offload_reference:
         moved += memory.reference
     return moved / cluster.host
