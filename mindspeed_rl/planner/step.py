@@ -295,12 +295,20 @@ def offload_seconds(cfg: Config, model: ModelConfig, layout: Layout, cluster: Cl
 
 def dock_seconds(cfg: Config, layout: Layout, cluster: Cluster, work: Work) -> float:
     """What stages wait for samples to be put and read on the fullest node, and for the controller."""
-    stages = 3 + len(scored_stages(cfg))  # rollout, rewards, advantages are beside scoring
     per_token = 8 + FLOAT32 * (4 + len(scored_stages(cfg)))
     size = layout.sequences_per_iteration * (8 * work.prompt + per_token * work.response)
     nodes = max(1, layout.devices // cluster.devices_per_node)
-    requests = layout.dp * layout.mini_batches * (stages + 1)
-    return size / nodes / DOCK_BYTES + controller_seconds(layout, stages, requests)
+    return size / nodes / DOCK_BYTES + controller_seconds(layout, dock_stages(cfg), dock_requests(cfg, layout))
+
+
+def dock_stages(cfg: Config) -> int:
+    """Stages that take samples from the dock: rollout, rewards, advantages and the update, beside scoring."""
+    return 4 + len(scored_stages(cfg))
+
+
+def dock_requests(cfg: Config, layout: Layout) -> int:
+    """Claims of an iteration, each acknowledged afterwards: a rank's share of a mini-batch at a time."""
+    return layout.dp * layout.mini_batches * dock_stages(cfg)
 
 
 def controller_seconds(layout: Layout, stages: int, requests: int) -> float:
