@@ -53,7 +53,7 @@ def main() -> None:
         times, controller = measure(devices)
         note = f"qwen25_32b, {PROMPTS * devices} prompts x 8, simulated"
         stages = {"step": times.total, "rollout": times.rollout, "update": times.update, "scoring": times.scoring}
-        stages |= {"resharding": times.resharding, "dock": times.dock, "controller": controller}
+        stages |= {"resharding": times.resharding, "dock": times.dock, "calls": times.calls, "controller": controller}
         records += [Record(f"scaling.{stage}_s_{devices}", value, "s", note=note) for stage, value in stages.items()]
         records.append(Record(f"scaling.efficiency_{devices}", smallest / times.total, "", 1.0, note=note))
     publish("scaling-simulated", records, "simulated H200s")

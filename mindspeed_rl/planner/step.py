@@ -25,8 +25,8 @@ from mindspeed_rl.planner.cluster import Cluster
 
 SIMULATED = 512  # sequences of an engine; of more, each stands for several
 # measured on one host (benchmarks/results): the dock moves so many bytes/s on a node, the controller takes so many
-# seconds a row and request, an exported tensor takes so long however small
-DOCK_BYTES, CONTROLLER_ROW, CONTROLLER_CLAIM, TENSOR = 1.0e9, 0.4e-6, 1.2e-3, 50e-6
+# seconds a row and claim, an exported tensor takes so long however small, and the driver so long for a call of a worker
+DOCK_BYTES, CONTROLLER_ROW, CONTROLLER_CLAIM, TENSOR, CALL = 1.0e9, 0.4e-6, 1.2e-3, 50e-6, 300e-6
 
 
 @dataclass(frozen=True)
@@ -59,6 +59,7 @@ class StepTime:
     resharding: float
     offload: float
     dock: float
+    calls: float  # of workers, by the driver
     hidden: float
 
     @property
@@ -84,6 +85,7 @@ def step_time(cfg: Config, model: ModelConfig, layout: Layout, cluster: Cluster,
         resharding=resharding_seconds(cfg, model, layout, cluster),
         offload=offload_seconds(cfg, model, layout, cluster),
         dock=dock_seconds(cfg, layout, cluster, work),
+        calls=driver_seconds(cfg, layout),
         hidden=hidden,
     )
 
@@ -314,3 +316,9 @@ def dock_requests(cfg: Config, layout: Layout) -> int:
 def controller_seconds(layout: Layout, stages: int, requests: int) -> float:
     """CPU seconds of the controller, which is one process, for an iteration."""
     return layout.sequences_per_iteration * stages * CONTROLLER_ROW + requests * CONTROLLER_CLAIM
+
+
+def driver_seconds(cfg: Config, layout: Layout) -> float:
+    """The driver starts each stage on every worker, one call after the other, and takes the reports."""
+    stages = 3 + bool(scored_stages(cfg))  # weights, rollout, scoring, update
+    return stages * layout.devices * CALL
