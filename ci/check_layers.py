@@ -22,7 +22,7 @@ ROWS = (
     (f"{PRODUCT}.types",),
     (f"{PRODUCT}.device",),
     tuple(f"{PRODUCT}.{name}" for name in ("transfer_dock", "algorithms", "rewards", "data", "metrics")),
-    (f"{PRODUCT}.resharding", f"{PRODUCT}.checkpoint"),
+    (f"{PRODUCT}.resharding", f"{PRODUCT}.checkpoint", f"{PRODUCT}.planner"),
     (f"{PRODUCT}.engine.base",),
     (f"{PRODUCT}.engine.megatron", f"{PRODUCT}.engine.vllm"),
     (f"{PRODUCT}.workers",),

@@ -25,14 +25,18 @@ def plan_fits_device(cfg: Config, model: ModelConfig) -> Found:
     """Violations of `device_memory_gib`, each with the changes that would do."""
     if cfg.device_memory_gib is None:
         return
-    memory = estimate(cfg, model)
+    for what, parts, limit in shortages(cfg, estimate(cfg, model)):
+        found = ", ".join(f"{part} {size / GIB:,.1f}" for part, size in parts.items() if size)
+        message = f"{what} takes {sum(parts.values()) / GIB:,.1f} GiB ({found}), and there are {limit / GIB:,.1f}"
+        yield Violation(LIMIT, cfg.device_memory_gib, message, _remedies(cfg, model, NEEDS[what]))
+
+
+def shortages(cfg: Config, memory: MemoryEstimate) -> Iterator[tuple[str, Parts, float]]:
+    """What does not fit into `device_memory_gib`: its parts, and how many bytes there are for them."""
     for what, need in NEEDS.items():
         parts, limit = need(cfg, memory)
-        total = sum(parts.values())
-        if total > limit:
-            found = ", ".join(f"{part} {size / GIB:,.1f}" for part, size in parts.items() if size)
-            message = f"{what} takes {total / GIB:,.1f} GiB ({found}), and there are {limit / GIB:,.1f}"
-            yield Violation(LIMIT, cfg.device_memory_gib, message, _remedies(cfg, model, need))
+        if sum(parts.values()) > limit:
+            yield what, parts, limit
 
 
 def _remedies(cfg: Config, model: ModelConfig, need: Need) -> str:
@@ -48,7 +52,7 @@ def _remedies(cfg: Config, model: ModelConfig, need: Need) -> str:
             fitting[key] = value
     if fitting:
         return "; or ".join(f"{key}: {value}" for key, value in fitting.items())
-    if fits(_generating(cfg, **dict.fromkeys(OFFLOADS, True))):
+    if fits(with_generation(cfg, **dict.fromkeys(OFFLOADS, True))):
         return f"all of {', '.join(OFFLOADS)}: true"
     return f"a larger {INFER_TP}" if need is _engine else "more devices, as with a larger tensor_model_parallel_size"
 
@@ -144,22 +148,22 @@ def _changes(cfg: Config) -> Iterator[tuple[str, Any, Config]]:
     generate, actor = cfg.generate_config, cfg.actor
     for key in OFFLOADS:
         if not getattr(generate, key):
-            yield f"generate_config.{key}", "true", _generating(cfg, **{key: True})
+            yield f"generate_config.{key}", "true", with_generation(cfg, **{key: True})
     if not actor.use_distributed_optimizer:
-        changed = _training(cfg, use_distributed_optimizer=True)
+        changed = with_training(cfg, use_distributed_optimizer=True)
         yield actor_path(cfg, "use_distributed_optimizer"), "true", changed
     smaller = actor.micro_batch_size // 2
     while smaller and cfg.rl_config.max_packing_token_size is None:
-        yield actor_path(cfg, "micro_batch_size"), smaller, _training(cfg, micro_batch_size=smaller)
+        yield actor_path(cfg, "micro_batch_size"), smaller, with_training(cfg, micro_batch_size=smaller)
         smaller //= 2
     sizes = {key: getattr(cfg.rl_config, key) for key in FORWARD_SIZES}
     smaller = max(sizes.values()) // 2
     while smaller and cfg.rl_config.max_packing_token_size is None:
-        changed = _rl(cfg, **{key: min(size, smaller) for key, size in sizes.items()})
+        changed = with_rl(cfg, **{key: min(size, smaller) for key, size in sizes.items()})
         yield "rl_config.*_forward_micro_batch_size", f"{smaller} at most", changed
         smaller //= 2
     if not cfg.rl_config.blocking:
-        yield "rl_config.blocking", "true", _rl(cfg, blocking=True)
+        yield "rl_config.blocking", "true", with_rl(cfg, blocking=True)
     every_layer: dict[str, Any] = {
         "recompute_granularity": "full",
         "recompute_method": "uniform",
@@ -167,32 +171,35 @@ def _changes(cfg: Config) -> Iterator[tuple[str, Any, Config]]:
     }
     if any(getattr(actor, key) != value for key, value in every_layer.items()):
         value = "full, recompute_method: uniform, recompute_num_layers: 1"
-        yield actor_path(cfg, "recompute_granularity"), value, _training(cfg, **every_layer)
+        yield actor_path(cfg, "recompute_granularity"), value, with_training(cfg, **every_layer)
     cap = (cfg.rl_config.max_packing_token_size or 0) // 2
     while cap >= _longest(cfg):
-        yield "rl_config.max_packing_token_size", cap, _rl(cfg, max_packing_token_size=cap)
+        yield "rl_config.max_packing_token_size", cap, with_rl(cfg, max_packing_token_size=cap)
         cap //= 2
     bucket = generate.resharding_bucket_mb
     while bucket > LEAST_BUCKET_MB:
         bucket = max(bucket / 2, LEAST_BUCKET_MB)
-        yield "generate_config.resharding_bucket_mb", bucket, _generating(cfg, resharding_bucket_mb=bucket)
+        yield "generate_config.resharding_bucket_mb", bucket, with_generation(cfg, resharding_bucket_mb=bucket)
     for share in SHARES if cfg.device != "cpu" else ():
-        yield "generate_config.gpu_memory_utilization", share, _generating(cfg, gpu_memory_utilization=share)
+        yield "generate_config.gpu_memory_utilization", share, with_generation(cfg, gpu_memory_utilization=share)
 
 
 def _longest(cfg: Config) -> int:
     return cfg.rl_config.max_prompt_length + cfg.generate_config.sampling_config.max_tokens
 
 
-def _generating(cfg: Config, **values: Any) -> Config:
+def with_generation(cfg: Config, **values: Any) -> Config:
+    """With other values in `generate_config`; like the next two, it checks nothing."""
     return cfg.model_copy(update={"generate_config": cfg.generate_config.model_copy(update=values)})
 
 
-def _rl(cfg: Config, **values: Any) -> Config:
+def with_rl(cfg: Config, **values: Any) -> Config:
+    """With other values in `rl_config`."""
     return cfg.model_copy(update={"rl_config": cfg.rl_config.model_copy(update=values)})
 
 
-def _training(cfg: Config, **values: Any) -> Config:
+def with_training(cfg: Config, **values: Any) -> Config:
+    """With other values for the actor."""
     changed = cfg.model_copy()
     changed.__dict__["actor"] = cfg.actor.model_copy(update=values)  # what is derived from two sections, and cached
     changed.__dict__.pop("critic", None)  # derived from that
