@@ -24,8 +24,8 @@ from mindspeed_rl.metrics.throughput import TRAIN_TO_FORWARD
 from mindspeed_rl.planner.cluster import Cluster
 
 SIMULATED = 512  # sequences of an engine; of more, each stands for several
-# measured on two cores (benchmarks/results): bytes/s that the dock moves on a node; seconds that its controller takes for a
-# row and a claim, that an exported tensor takes however small, and the driver for a call of a worker
+# measured on two cores: bytes/s that the dock moves on a node; seconds that its controller takes for
+# a row and a claim, that an exported tensor takes however small, and the driver for a call of a worker
 DOCK_BYTES, CONTROLLER_ROW, CONTROLLER_CLAIM, TENSOR, CALL = 1.0e9, 0.4e-6, 1.2e-3, 50e-6, 300e-6
 
 
