@@ -21,6 +21,7 @@ from mindspeed_rl.config.reward import CustomRewardConfig  # noqa: E402
 from mindspeed_rl.config.rope import RopeScaling  # noqa: E402
 from mindspeed_rl.config.rules import VERIFIERS  # noqa: E402
 from mindspeed_rl.config.schema import Config, MegatronConfig, ProfilerConfig, ResourceConfig, RLConfig  # noqa: E402
+from mindspeed_rl.config.validation import ValidationSamplingConfig  # noqa: E402
 
 TARGET = ROOT / "docs" / "configuration.md"
 
@@ -72,6 +73,7 @@ SECTIONS: list[tuple[str, type[BaseModel], str]] = [
     ("`rl_config.custom_reward_function`", CustomRewardConfig, ""),
     ("`generate_config`", GenerateConfig, ""),
     ("`generate_config.sampling_config`", SamplingConfig, ""),
+    ("`generate_config.val_sampling_config`", ValidationSamplingConfig, ""),
     ("`profiler`", ProfilerConfig, ""),
     ("`runtime_env`", RuntimeEnvConfig, ""),
     ("`model.<preset>`", ModelConfig, "Files in `configs/model/` hold one preset each, under its name."),

@@ -24,6 +24,12 @@ class DataConfig(Section):
     custom_dataset: CustomDatasetConfig | None = Field(
         None, description="what reads `data_path` in place of us; null: each line or row of the files is a prompt"
     )
+    val_data_path: str | list[str] | None = Field(
+        None, description="what to validate on (`test_freq`), with the keys of `data_path`; null: nothing"
+    )
+    val_max_samples: Count | None = Field(
+        None, description="validate on so many prompts, the first that fit; null: all"
+    )
     prompt_key: str = Field("prompt", description="column of the prompt: text, or a list of chat messages")
     answer_key: str = Field("answer", description="column of the reference answer")
     data_source_key: str = Field(

@@ -101,10 +101,10 @@ def _contradictions(cfg: Config, name: str, preset: ModelConfig, stored: ModelCo
 def missing_files(cfg: Config, broken: Sequence[str] = ()) -> list[Violation]:
     """Named paths that are not on this machine; keys in `broken` are left out."""
     actor, custom = cfg.actor, cfg.rl_config.custom_reward_function
-    data = [actor.data_path] if isinstance(actor.data_path, str) else actor.data_path or []
+    data = [(key, path) for key in ("data_path", "val_data_path") for path in _several(getattr(actor, key))]
     named = [
         # a preprocessed data set is named by the common prefix of its files
-        *((actor_path(cfg, "data_path"), path, "file or prefix", _any_with_prefix(path)) for path in data),
+        *((actor_path(cfg, key), path, "file or prefix", _any_with_prefix(path)) for key, path in data),
         *(
             (actor_path(cfg, key), folder, "folder", Path(folder).is_dir())
             for key, folder in (("tokenizer_name_or_path", actor.tokenizer_name_or_path), ("load", actor.load))
@@ -152,6 +152,10 @@ def _unusable_checkpoint(cfg: Config) -> Iterator[Violation]:
     elif cfg.actor.model == "auto":
         message = f"load = {load!r} is a checkpoint without a config.json to read the shape from"
         yield Violation(actor_path(cfg, "model"), "auto", message, "name a preset")
+
+
+def _several(paths: str | list[str] | None) -> list[str]:
+    return [paths] if isinstance(paths, str) else paths or []
 
 
 def _any_with_prefix(path: str) -> bool:

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from mindspeed_rl.config.section import Count, Fraction, NonNegative, Section, Switch
+from mindspeed_rl.config.validation import ValidationSamplingConfig
 
 # Said of every truncation of the sampled distribution
 _OFF_POLICY = (
@@ -96,3 +97,6 @@ class GenerateConfig(Section):
         description="one seed a sample: results do not depend on layout or batching; false: faster on big batches",
     )
     sampling_config: SamplingConfig = Field(SamplingConfig(), description="how tokens are drawn")
+    val_sampling_config: ValidationSamplingConfig = Field(
+        ValidationSamplingConfig(), description="how they are drawn in validation"
+    )

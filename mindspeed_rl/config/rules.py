@@ -21,6 +21,7 @@ from mindspeed_rl.config import (  # noqa: F401  # their rules register themselv
     rules_experts,
     rules_profiler,
     rules_rollout,
+    rules_validation,
 )
 from mindspeed_rl.config.files import actor_path, checkpoint_model, resolve_model, touches
 from mindspeed_rl.config.layout import model_parallel, pipeline_chunks

@@ -29,6 +29,7 @@ from mindspeed_rl.config.section import (
     Section,
     Switch,
 )
+from mindspeed_rl.config.validation import ValidationConfig
 
 
 class MegatronConfig(DataConfig):
@@ -191,8 +192,8 @@ class ResourceConfig(Section):
         return value
 
 
-class RLConfig(AlgorithmConfig, RewardConfig):
-    """Keys of `rl_config`, those of the algorithm and of rewards apart."""
+class RLConfig(AlgorithmConfig, RewardConfig, ValidationConfig):
+    """Keys of `rl_config`, those of the algorithm, of rewards and of validation apart."""
 
     use_integrated_worker: Switch = Field(
         True, description="actor, reference and rollout share each device; false: rollout has devices of its own"

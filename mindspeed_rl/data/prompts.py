@@ -171,15 +171,30 @@ class _Encoder:
         return [replace(row, ids=np.array(ids, dtype=np.int32)) for row, ids in of_rows]
 
     def _read(self, record: Record, file_source: str) -> _Row:
-        actor = self.actor
-        prompt = record.require(actor.prompt_key, "prompt_key")
-        label = record.require(actor.answer_key, "answer_key")
-        if isinstance(label, bool) or not isinstance(label, str | int | float):
-            message = f"must be text or a number, is {label!r}"
-            raise DataError(f"{record.where}: answer_key = {actor.answer_key!r}: {message}")
-        source = record.get(actor.data_source_key) or file_source
-        text = _prompt_text(prompt, record, actor, self.tokenizer, self.template)
-        return _Row(record.where, text, str(label), str(source), _extra(record), _NOTHING)
+        prompt = record.require(self.actor.prompt_key, "prompt_key")
+        text = _prompt_text(prompt, record, self.actor, self.tokenizer, self.template)
+        return _Row(record.where, text, *_labels(record, file_source, self.actor), _NOTHING)
+
+
+def _labels(record: Record, file_source: str, actor: MegatronConfig) -> tuple[str, str, dict[str, Any]]:
+    """Reference answer, data source and what verifiers get besides."""
+    label = record.require(actor.answer_key, "answer_key")
+    if isinstance(label, bool) or not isinstance(label, str | int | float):
+        message = f"must be text or a number, is {label!r}"
+        raise DataError(f"{record.where}: answer_key = {actor.answer_key!r}: {message}")
+    return str(label), str(record.get(actor.data_source_key) or file_source), _extra(record)
+
+
+def read_row(record: Record, file_source: str, actor: MegatronConfig) -> PromptSample:
+    """A row without tokens, its prompt as it is: text, or messages one after the other.
+
+    Raises:
+        DataError: a column that cannot be used; names the place.
+    """
+    prompt = record.require(actor.prompt_key, "prompt_key")
+    if not isinstance(prompt, str):
+        prompt = "\n".join(str(message.get("content", "")) for message in prompt if isinstance(message, dict))
+    return PromptSample([], prompt, *_labels(record, file_source, actor))
 
 
 _encoder: _Encoder | None = None  # of a process that encodes for another

@@ -10,6 +10,7 @@ import torch
 
 from mindspeed_rl.checkpoint.tensors import Piece, StoredTensors
 from mindspeed_rl.common.metric import MetricSet
+from mindspeed_rl.config.generate import SamplingConfig
 from mindspeed_rl.resharding.layout import RolloutLayout
 from mindspeed_rl.types import RolloutBatch
 
@@ -41,6 +42,7 @@ class GenerationRequest:
     seed: int | None  # of this request's own generator; None: the engine's generator
     generated: Sequence[int] = ()  # tokens of the response that exist already; generation goes on after them
     greedy: bool = False  # always the likeliest token: a response beside the row's own, without log-probs
+    sampling: SamplingConfig | None = None  # None: the engine's; otherwise without log-probs
 
 
 @dataclass(frozen=True)

@@ -51,6 +51,7 @@ class ConsoleLogger:
     # heading, metric, format; the most wanted first, for a narrow terminal shows only those that fit
     COLUMNS = (
         ("reward", "reward/mean", "{:.3f}"),
+        ("val", "val/all/reward/mean", "{:.3f}"),
         ("length", "response_length/mean", "{:.1f}"),
         ("s/step", "timing/all", "{:.2f}"),
         ("tok/s/dev", "throughput/total", "{:.0f}"),

@@ -78,6 +78,18 @@ def last_boxed(text: str) -> str | None:
     return None
 
 
+def final_answer(text: str) -> str:
+    r"""What a response comes to, for a vote: its last `\boxed{…}`, else what follows "Answer:", else its last line.
+
+    Normalised as verifiers do before they compare texts.
+    """
+    answer = last_boxed(text)
+    if answer is None:
+        *_, answer = re.split(r"(?i)answer\s*:", text)
+        *_, answer = answer.strip().splitlines() or [""]
+    return normalise(answer)
+
+
 def normalise(answer: str) -> str:
     """The answer without typography: spaces, `$`, thousands separators, text wrappers, a final full stop."""
     answer = _UNWRAP.sub(r"\1", answer)

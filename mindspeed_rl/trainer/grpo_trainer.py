@@ -23,6 +23,7 @@ from mindspeed_rl.trainer.inputs import Inputs, generation_keys
 from mindspeed_rl.trainer.report import StepReport
 from mindspeed_rl.trainer.saver import Saver
 from mindspeed_rl.trainer.trace import Trace
+from mindspeed_rl.trainer.validation import Validation
 from mindspeed_rl.transfer_dock.spec import TransferDock
 from mindspeed_rl.workers.fleet import Fleet
 from mindspeed_rl.workers.group import Call
@@ -42,6 +43,7 @@ class GRPOTrainer:
         reward: handle of the reward worker (a Ray actor).
         dock: the sample plane between all of them.
         loggers: where metrics go.
+        validation: what `val_data_path` says; None: nothing.
         trace: where spans of time go; None: nowhere.
     """
 
@@ -54,12 +56,13 @@ class GRPOTrainer:
         reward: Any,
         dock: TransferDock,
         loggers: Sequence[MetricLogger],
+        validation: Validation | None = None,
         trace: Trace | None = None,
     ):
         self.config, self.rl = config, config.rl_config
         self.inputs, self.layout, self.sampler = inputs, inputs.layout, inputs.sampler
         self.fleet, self.saver, self.reward, self.dock, self.loggers = fleet, saver, reward, dock, loggers
-        self.watch, self.trace = fleet.watch, trace
+        self.watch, self.validation, self.trace = fleet.watch, validation, trace
         self.kl_controller = make_kl_controller(self.rl)
         self.iteration = inputs.completed  # the next one to run, counted from 0; users see steps, counted from 1
         self._carried = 0  # prompts that the next iteration to start has from its predecessor
@@ -73,6 +76,9 @@ class GRPOTrainer:
 
     def fit(self) -> None:
         """Train until `train_iters` iterations are complete."""
+        if self.iteration == 0 and (validated := self._validate_if_due()):
+            for logger in self.loggers:
+                logger.log(0, validated)
         while self.iteration < self.config.actor.train_iters:
             kl_coef = self.kl_controller.value
             report = StepReport(self.config, self.layout, self.inputs.model, self.iteration, self.trace)
@@ -80,7 +86,7 @@ class GRPOTrainer:
                 self._train_iteration(kl_coef, report)
             self.iteration += 1
             self._save_if_due(report)
-            self._log(report, kl_coef)
+            self._log(report, kl_coef, self._validate_if_due())
         if self.saver:
             self.saver.wait()
 
@@ -187,12 +193,21 @@ class GRPOTrainer:
         future = self.reward.compute_advantages.remote(iteration, self.kl_controller.value)
         return self.watch.add(future, Call(-1, "compute_advantages", iteration + 1))
 
-    def _log(self, report: StepReport, kl_coef: float) -> None:
+    def _validate_if_due(self) -> dict[str, float]:
+        if self.validation is None or not self.validation.is_due(self.iteration):
+            return {}
+        metrics, responses = self.validation.run(self.iteration)
+        if shown := responses[: self.rl.log_val_generations]:
+            for logger in self.loggers:
+                logger.log_samples(self.iteration, shown)
+        return metrics
+
+    def _log(self, report: StepReport, kl_coef: float, validated: dict[str, float]) -> None:
         waited = self.dock.stats()["wait_seconds"]
         for stage, seconds in waited.items():
             report.dock_wait[stage] = seconds - self._waited.get(stage, 0.0)
         self._waited = waited
-        metrics = report.finalize(kl_coef)
+        metrics = {**report.finalize(kl_coef), **validated}
         for logger in self.loggers:
             logger.log(self.iteration, metrics)
         interval = self.rl.sample_log_interval

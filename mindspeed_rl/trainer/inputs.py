@@ -43,6 +43,7 @@ class Inputs:
     tokenizer: PreTrainedTokenizerBase
     dataset: PromptDataset
     sampler: PromptSampler  # at the position where the run goes on
+    validation: PromptDataset | None  # what to validate on, if anything
     store: CheckpointStore | None
 
     @property
@@ -81,7 +82,21 @@ def prepare(config: Config) -> Inputs:
         _check_writable("actor_config.save", actor.save)
         store = CheckpointStore(actor.save, hf_folder=source.hf_folder, model=model, layout=layout)
     _check_writable("output_dir", config.output_dir)
-    return Inputs(model, layout, source, state, tokenizer, dataset, sampler, store)
+    validation = validation_prompts(config, tokenizer)
+    return Inputs(model, layout, source, state, tokenizer, dataset, sampler, validation, store)
+
+
+def validation_prompts(config: Config, tokenizer: PreTrainedTokenizerBase) -> PromptDataset | None:
+    """The prompts of `val_data_path`, which is read like `data_path`.
+
+    Raises:
+        DataError: they cannot be used; what is said of `data_path` is of `val_data_path` then.
+    """
+    actor = config.actor
+    if actor.val_data_path is None:
+        return None
+    data = {"data_path": actor.val_data_path, "train_max_samples": actor.val_max_samples}
+    return load_prompts(actor.model_copy(update=data), config.rl_config, tokenizer)
 
 
 def _critic_weights(config: Config, model: ModelConfig) -> str:

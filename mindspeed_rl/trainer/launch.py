@@ -27,8 +27,9 @@ from mindspeed_rl.trainer.inputs import Inputs, prepare, stop_tokens
 from mindspeed_rl.trainer.run_folder import RunFolder, default_run_name
 from mindspeed_rl.trainer.saver import Saver
 from mindspeed_rl.trainer.trace import Trace
+from mindspeed_rl.trainer.validation import Validation
 from mindspeed_rl.transfer_dock.ray_dock import RayTransferDock
-from mindspeed_rl.workers.fleet import make_fleet
+from mindspeed_rl.workers.fleet import Fleet, make_fleet
 from mindspeed_rl.workers.reward_worker import RewardWorker
 from mindspeed_rl.workers.stages import dock_spec
 
@@ -63,6 +64,39 @@ def run(config: Config, config_yaml: str, config_name: str) -> int:
 
 def _train(config: Config, inputs: Inputs, folder: RunFolder, stack: ExitStack) -> None:
     """Start dock and workers, train, and leave on `stack` what ends them again."""
+    config, dock, reward, fleet = _start(config, inputs, folder, stack)
+    loggers = make_loggers(config.rl_config, folder.path, config.actor.train_iters)
+    for each in loggers:
+        stack.callback(each.close)
+    trace = Trace(folder.path / "trace.json") if config.trace else None
+    if trace is not None:
+        stack.callback(trace.close)
+    saver = Saver(config, inputs.store, fleet, inputs.source.weights) if inputs.store else None
+    if saver is not None:
+        stack.push(saver.close)
+    validation = Validation(config, inputs.validation, fleet, reward) if inputs.validation else None
+    GRPOTrainer(config, inputs, fleet, saver, reward, dock, loggers, validation, trace).fit()
+
+
+def start_validation(config: Config, config_yaml: str, config_name: str, stack: ExitStack) -> tuple[Validation, int]:
+    """What `run` starts, for a validation alone; and how many iterations the weights were trained for.
+
+    Raises:
+        MindSpeedRLError: as `run`.
+    """
+    inputs = prepare(config)
+    assert inputs.validation is not None, "there is something to validate on"
+    folder = RunFolder(config.output_dir, config.run_name or default_run_name(config_name), config_yaml)
+    setup_logging(folder.logs, "driver")
+    stack.enter_context(_ray(config, inputs.layout))
+    config, _, reward, fleet = _start(config, inputs, folder, stack)
+    return Validation(config, inputs.validation, fleet, reward), inputs.completed
+
+
+def _start(
+    config: Config, inputs: Inputs, folder: RunFolder, stack: ExitStack
+) -> tuple[Config, RayTransferDock, Any, Fleet]:
+    """The configuration with the device that runs, and dock, reward worker and workers, which `stack` ends."""
     layout = inputs.layout
     device = _device(config, layout)
     config = config.model_copy(update={"device": device.name})
@@ -76,16 +110,7 @@ def _train(config: Config, inputs: Inputs, folder: RunFolder, stack: ExitStack) 
     stack.callback(fleet.kill)
     fleet.start(dock, inputs.source, stop_tokens(inputs.tokenizer, inputs.source.hf_folder))
     logger.info("%d workers are up on %s", layout.devices, device.name)
-    loggers = make_loggers(config.rl_config, folder.path, config.actor.train_iters)
-    for each in loggers:
-        stack.callback(each.close)
-    trace = Trace(folder.path / "trace.json") if config.trace else None
-    if trace is not None:
-        stack.callback(trace.close)
-    saver = Saver(config, inputs.store, fleet, inputs.source.weights) if inputs.store else None
-    if saver is not None:
-        stack.push(saver.close)
-    GRPOTrainer(config, inputs, fleet, saver, reward, dock, loggers, trace).fit()
+    return config, dock, reward, fleet
 
 
 def _close(reward: Any) -> None:

@@ -33,6 +33,13 @@ class Fleet(Protocol):
     def sync_weights(self, version: int) -> list[WorkerReport]:
         """Hand the actor's weights to rollout; `version` is the number of iterations they were trained for."""
 
+    def validate(self, iteration: int, prompts: ray.ObjectRef) -> list[list[list[list[int]]]]:
+        """Have prompts, [prompt length] ids each, answered by the weights after `iteration` iterations.
+
+        Returns:
+            What every rank says: see `Rollout.validate`.
+        """
+
     def generate(self, iteration: int, wave: int = 0) -> Futures:
         """Start the iteration's generation, or that of a wave, with what is to be done on its devices meanwhile."""
 
@@ -73,6 +80,10 @@ class IntegratedFleet:
 
     def sync_weights(self, version: int) -> list[WorkerReport]:
         return self.watch.wait(self.workers.start("resharding_to_infer", version + 1, "enter_rollout", version))
+
+    def validate(self, iteration: int, prompts: ray.ObjectRef) -> list[list[list[list[int]]]]:
+        self.sync_weights(iteration)
+        return self.watch.wait(self.workers.start("validation", iteration, "validate", iteration, prompts))
 
     def generate(self, iteration: int, wave: int = 0) -> Futures:
         if not scores_while_generating(self.config):
@@ -120,6 +131,10 @@ class SeparateFleet:
         put = self.board.put.remote(version, weights[0])  # rollout ranks fetch them when they begin an iteration
         self.watch.wait([self.watch.add(put, Call(-2, "export_weights", version + 1))])
         return list(reports)
+
+    def validate(self, iteration: int, prompts: ray.ObjectRef) -> list[list[list[list[int]]]]:
+        self.sync_weights(iteration)
+        return self.watch.wait(self.rollout.start("validation", iteration, "validate", iteration, prompts))
 
     def generate(self, iteration: int, wave: int = 0) -> Futures:
         return self.rollout.start("rollout", iteration + 1, "generate", iteration, wave)

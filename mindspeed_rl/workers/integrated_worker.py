@@ -111,6 +111,13 @@ class IntegratedWorker(TrainingWorker):
             self.rollout.generate(iteration, wave=wave)
         return self.context.report(timings)
 
+    def validate(self, iteration: int, prompts: Sequence[Sequence[int]]) -> list[list[list[int]]]:
+        """Answer this replica's share of prompts to validate on (see `Rollout.validate`); then all is as before."""
+        timings = Timings(iteration)
+        responses = self.rollout.validate(iteration, prompts)
+        self.leave("validation", timings)
+        return responses
+
     @profiled("rollout")
     def generate_and_score(self, iteration: int) -> WorkerReport:
         """Generate; score what is complete in between and, without waiting for other replicas, the rest after."""

@@ -63,6 +63,7 @@ _BEFORE: dict[str, tuple[Step, ...]] = {
 _AFTER: dict[str, tuple[Step, ...]] = {
     "reference": (_NO_REFERENCE,),
     "value": (Step("offload", ("critic_param",), "offload"),),
+    "validation": (_SLEEP,),  # as an iteration begins
 }
 
 

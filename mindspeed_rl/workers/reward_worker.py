@@ -6,7 +6,7 @@ import logging
 import math
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -21,10 +21,13 @@ from mindspeed_rl.common.metric import MetricSet
 from mindspeed_rl.common.timing import Span, Timings
 from mindspeed_rl.config.layout import Layout, uses_greedy_baseline
 from mindspeed_rl.config.schema import Config
+from mindspeed_rl.data.prompts import PromptSample
+from mindspeed_rl.metrics.evaluation import Evaluated
 from mindspeed_rl.rewards.manager import RewardManager, RewardResult
 from mindspeed_rl.rewards.verifiers import RewardSample
 from mindspeed_rl.transfer_dock.jagged import Jagged
 from mindspeed_rl.transfer_dock.spec import Claim, TransferDock
+from mindspeed_rl.workers.evaluation import evaluate_texts
 from mindspeed_rl.workers.stages import old_log_probs_column
 
 logger = logging.getLogger(__name__)
@@ -97,6 +100,17 @@ class RewardWorker:
                 report.metrics.mean("reward/overlong_penalty", penalties)
             self._add_metrics(report, columns, samples, rewards)
         return report
+
+    def evaluate(
+        self, prompts: Sequence[PromptSample], responses: Sequence[Sequence[Sequence[int]]]
+    ) -> list[tuple[Evaluated, str]]:
+        """Scores and texts of responses that are no part of training, each prompt's one after the other."""
+        tokens = [list(ids) for of_prompt in responses for ids in of_prompt]
+        texts = self.tokenizer.batch_decode(tokens, skip_special_tokens=True)
+        numbers = [number for number, of_prompt in enumerate(responses) for _ in of_prompt]
+        with self.scoring:
+            found = evaluate_texts(self.manager, [prompts[number] for number in numbers], texts, numbers)
+        return [(replace(each, length=len(ids)), text) for each, ids, text in zip(found, tokens, texts, strict=True)]
 
     def _with_baseline(self, claim: Claim) -> range:
         """Where in a claim the rows are that carry a greedy response: the first of each group, if there are any."""

@@ -8,7 +8,9 @@ from typing import Any
 
 import torch
 
+from mindspeed_rl.config.generate import SamplingConfig
 from mindspeed_rl.config.layout import tokens_may_be_stale, uses_greedy_baseline
+from mindspeed_rl.config.schema import Config
 from mindspeed_rl.engine.base import Generation, GenerationEngine, GenerationRequest
 from mindspeed_rl.transfer_dock.spec import Claim
 from mindspeed_rl.types import PartialResponse
@@ -35,6 +37,21 @@ def vllm_engine(context: Context, hf_folder: str, stop_tokens: Sequence[int]) ->
     seed = config.actor.seed + context.layout.rollout_replica(context.rank)
     interruptible = uses_partial_rollout(config)
     return VllmEngine(config.generate_config, hf_folder, context.device, seed, stop_tokens, interruptible)
+
+
+def validation_sampling(config: Config) -> SamplingConfig:
+    """How tokens are drawn in validation."""
+    validation, training = config.generate_config.val_sampling_config, config.generate_config.sampling_config
+    return training.model_copy(
+        update={
+            "temperature": validation.temperature,
+            "top_p": validation.top_p,
+            "top_k": validation.top_k,
+            "min_p": 0.0,
+            "max_tokens": validation.max_tokens or training.max_tokens,
+            "ignore_eos": False,
+        }
+    )
 
 
 class Rollout:
@@ -87,6 +104,29 @@ class Rollout:
             claims.append(claim)
             claim = self.dock.try_claim("rollout", iteration, rows, self.replica)
         return claims
+
+    def validate(self, iteration: int, prompts: Sequence[Sequence[int]]) -> list[list[list[int]]]:
+        """Answer this replica's share of `prompts`, every so many-th of them, as `val_sampling_config` says.
+
+        Returns:
+            For each prompt of the share its responses' ids; nothing but on the replica's leader.
+        """
+        count, sampling = self.config.generate_config.val_sampling_config.n, validation_sampling(self.config)
+        share = range(self.replica, len(prompts), self.layout.rollout_replicas)
+        requests = [
+            GenerationRequest(
+                row=prompt * count + number,
+                prompt=torch.tensor(prompts[prompt]),
+                seed=self._seed(-1 - iteration, prompt * count + number),  # apart from those of training
+                sampling=sampling,
+            )
+            for prompt in share
+            for number in range(count)
+        ]
+        found = {each.row: each.tokens for done in self.engine.generate(requests) for each in done}
+        if not self.group.is_leader:
+            return []
+        return [[found[prompt * count + number] for number in range(count)] for prompt in share]
 
     def request_seed(self, iteration: int, row: int) -> int | None:
         """A seed for one sample, the same under every layout."""

@@ -48,6 +48,11 @@ class RolloutWorker(Worker):
             self.rollout.generate(iteration, claims, wave)
         return self.context.report(timings)
 
+    def validate(self, iteration: int, prompts: Sequence[Sequence[int]]) -> list[list[list[int]]]:
+        """Answer this replica's share of prompts to validate on, with the newest weights (see `Rollout.validate`)."""
+        self._take_weights(Timings(iteration))
+        return self.rollout.validate(iteration, prompts)
+
     def _take_weights(self, timings: Timings) -> None:
         """Bring the engine to the newest version there is, the same on all ranks of the engine."""
         validate = self.config.generate_config.validate_weight

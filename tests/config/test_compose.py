@@ -255,7 +255,7 @@ def test_devices_overridden_under_both_names_are_refused(order):
         (
             "rl_config.max_token=1",
             "rl_config.max_token",
-            ["did you mean generate_config.sampling_config.max_tokens?"],
+            ["did you mean generate_config.sampling_config.max_tokens or generate_config.val_sampling_config"],
         ),
         ("zzz=1", "zzz", ["unknown key", "docs/configuration.md"]),
         ("a b=1", "a b", ["cannot parse the override", "quotes"]),

@@ -100,7 +100,7 @@ class VllmEngine:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        sampling = self.cfg.sampling_config
+        sampling = request.sampling or self.cfg.sampling_config
         return SamplingParams(
             output_kind=RequestOutputKind.CUMULATIVE if self.interruptible else RequestOutputKind.FINAL_ONLY,
             temperature=0.0 if request.greedy else sampling.temperature,  # 0: top_p and the like have no effect
@@ -109,13 +109,16 @@ class VllmEngine:
             min_p=sampling.min_p,
             max_tokens=sampling.max_tokens - len(request.generated),
             # 0: of the sampled token alone
-            logprobs=0 if sampling.logprobs and not request.greedy else None,
+            logprobs=0 if self._has_log_probs(request) else None,
             seed=request.seed,
             stop_token_ids=self.stop_tokens,
             ignore_eos=sampling.ignore_eos,
             detokenize=sampling.detokenize,
             **sampling_arguments(SamplingParams),
         )
+
+    def _has_log_probs(self, request: GenerationRequest) -> bool:
+        return bool(self.cfg.sampling_config.logprobs) and not request.greedy and request.sampling is None
 
     def generate(self, requests: Sequence[GenerationRequest]) -> Iterator[list[Generation]]:
         """Yield after every engine step, with the responses that it finished (possibly none)."""
@@ -165,8 +168,7 @@ class VllmEngine:
     def _end(self, name: str) -> Generation:
         """What there is of a response that goes no further."""
         request, tokens = self._running.pop(name), list(self._seen(name))
-        has_log_probs = self.cfg.sampling_config.logprobs and not request.greedy
-        log_probs = self._log_probs(name) if has_log_probs else None
+        log_probs = self._log_probs(name) if self._has_log_probs(request) else None
         assert log_probs is None or len(log_probs) == len(tokens), "each token has a log-prob"
         output = self._outputs.pop(name, None)
         text = output.outputs[0].text if output and self.cfg.sampling_config.detokenize else None
