@@ -22,6 +22,12 @@ class RewardConfig(Section):
     rule_reward: Switch = Field(True, description="score responses with rules (verifiers)")
     verifier_function: list[str] = Field(["math_verify"], description="names of the verifiers")
     verifier_weight: list[float] = Field([1.0], description="one weight a verifier; the reward is the weighted sum")
+    source_verifier_weight: dict[str, dict[str, Annotated[float, Field(allow_inf_nan=False)]]] = Field(
+        {},
+        description="data source -> verifier -> weight: what counts for rows of that source, in place of "
+        "verifier_weight; others of verifier_function do not run on them",
+    )
+    reward_scale: Positive = Field(1.0, description="the weighted sum is multiplied by it")
     verifier_timeout: Annotated[float, Field(gt=0)] = Field(10.0, description="seconds a verifier may take a sample")
     verifier_parallel: Count = Field(1, description="processes that run verifiers")
     custom_reward_function: CustomRewardConfig | None = Field(None, description="what the verifier `custom` calls")

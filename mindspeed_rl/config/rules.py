@@ -363,6 +363,22 @@ def one_weight_per_verifier(cfg: Config) -> Found:
         yield Violation("rl_config.verifier_weight", weights, message, f"for example {[1.0] * len(names)}")
 
 
+@rule("rl_config.verifier_function", "rl_config.source_verifier_weight", "rl_config.filter_groups_metric")
+def sources_weigh_verifiers_that_run(cfg: Config) -> Found:
+    names, metrics = cfg.rl_config.verifier_function, (cfg.rl_config.filter_groups_metric, cfg.rl_config.val_metric)
+    for source, weights in cfg.rl_config.source_verifier_weight.items():
+        path = f"rl_config.source_verifier_weight.{source}"
+        if not any(weights.values()):
+            yield Violation(path, weights, "gives no verifier a weight", f"for example {{{names[0]}: 1.0}}")
+        for name, weight in weights.items():
+            if name not in names:
+                yield Violation(f"{path}.{name}", weight, "is not in verifier_function", nearest(name, names))
+        for metric in metrics:
+            if metric != "reward" and metric in names and metric not in weights:
+                message = f"leaves out {metric}, by which groups are filtered or responses called right"
+                yield Violation(path, weights, message, f"give it the weight 0, which has it run: {metric}: 0")
+
+
 @rule("rl_config.verifier_function", "rl_config.custom_reward_function")
 def custom_reward_is_complete(cfg: Config) -> Found:
     custom, path = cfg.rl_config.custom_reward_function, "rl_config.custom_reward_function"

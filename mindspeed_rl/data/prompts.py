@@ -67,6 +67,11 @@ class PromptDataset:
         return PromptSample(self._ids[first:end].tolist(), row.text, row.label, row.data_source, row.extra)
 
     @property
+    def sources(self) -> set[str]:
+        """Where the prompts come from."""
+        return {row.data_source for row in self._rows}
+
+    @property
     def samples(self) -> list[PromptSample]:
         """All of them, made for the caller."""
         return [self[index] for index in range(len(self))]

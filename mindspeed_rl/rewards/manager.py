@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import TimeoutError as FutureTimeout
 from concurrent.futures import wait
 from concurrent.futures.process import BrokenProcessPool
@@ -32,17 +32,22 @@ START_DEADLINE = 120.0  # seconds to start a process and import what the verifie
 CHUNKS_PER_PROCESS = 4  # enough to balance the load, few enough to keep messages rare
 MAX_POOL_RESTARTS = 3  # times a sample may be on board while the whole pool breaks
 CUSTOM = "custom"
+SKIPPED = Outcome(Status.SKIPPED)
+UNSAID = (Status.OK, Status.SKIPPED)  # nothing went wrong
 
 
 @dataclass(frozen=True)
 class RewardResult:
     """Scores of `B` samples; all lists are in the order of the samples.
 
+    What is not asked for, for rows of a sample's source, has status skipped and value NaN, and is no failure.
+
     Attributes:
         values: verifier name -> [B] values, NaN where the verifier failed.
         statuses: verifier name -> [B] statuses.
         messages: verifier name -> {sample index: why it failed}.
-        total: [B] sum of weight x value over verifiers; NaN where one with a weight other than 0 failed.
+        total: [B] `reward_scale` times the sum of weight x value over verifiers; NaN where one with a weight other
+            than 0 failed.
         failed: [B] true where `total` is NaN; such samples take no part in training.
     """
 
@@ -65,6 +70,8 @@ class RewardResult:
             metrics.mean(f"{name}_rewards/mean", self.values[name][:count], weights=scored[:count])
             counts = Counter(statuses)
             for status in Status:
+                if status is Status.SKIPPED and not counts[status]:
+                    continue
                 metrics.sum(f"reward_status/{status.value}", float(counts[status]), unit="samples")
                 metrics.sum(f"{name}_rewards/{status.value}", float(counts[status]), unit="samples")
         metrics.sum("reward_failed_samples", float(sum(self.failed[:count])), unit="samples")
@@ -94,6 +101,7 @@ class RewardManager:
 
     def __init__(self, rl: RLConfig):
         self._weights = dict(zip(rl.verifier_function, rl.verifier_weight, strict=True))
+        self._source_weights, self._scale = rl.source_verifier_weight, rl.reward_scale
         custom = rl.custom_reward_function
         self._specs = [
             VerifierSpec(name, str(Path(custom.path).resolve()), custom.name)
@@ -118,12 +126,15 @@ class RewardManager:
         Returns within half of `stage_timeout_minutes`, with status timeout for what was not scored by then.
         """
         not_reached = Outcome(Status.TIMEOUT, message="not reached before the deadline of the whole call")
-        outcomes = {spec.name: [not_reached] * len(samples) for spec in self._specs}
+        weights = [self._source_weights.get(sample.source, self._weights) for sample in samples]
+        outcomes = {
+            spec.name: [not_reached if spec.name in wanted else SKIPPED for wanted in weights] for spec in self._specs
+        }
         deadline = time.monotonic() + self._call_deadline
-        tasks = self._chunks(len(samples))
+        tasks = self._chunks(weights)
         while tasks and time.monotonic() < deadline:
             tasks = self._run(tasks, samples, outcomes, deadline)
-        return self._result(outcomes, len(samples))
+        return self._result(outcomes, weights)
 
     def close(self) -> None:
         """Kill the processes, whatever they do."""
@@ -156,12 +167,15 @@ class RewardManager:
             ]
             raise ConfigError(violations or [Violation("rl_config.verifier_function", [*self._weights], str(errors))])
 
-    def _chunks(self, count: int) -> list[_Task]:
+    def _chunks(self, weights: Sequence[Mapping[str, float]]) -> list[_Task]:
+        count = len(weights)
         size = max(1, -(-count // (self._processes * CHUNKS_PER_PROCESS)))
-        rows = list(range(count))
-        return [
-            _Task(spec.name, rows[first : first + size]) for first in range(0, count, size) for spec in self._specs
-        ]
+        tasks = []
+        for first in range(0, count, size):
+            for spec in self._specs:
+                rows = [row for row in range(first, min(first + size, count)) if spec.name in weights[row]]
+                tasks += [_Task(spec.name, rows)] if rows else []
+        return tasks
 
     def _run(
         self, tasks: list[_Task], samples: list[RewardSample], outcomes: dict[str, list[Outcome]], deadline: float
@@ -215,16 +229,16 @@ class RewardManager:
         self.close()
         self._pool = self._new_pool()
 
-    def _result(self, outcomes: dict[str, list[Outcome]], count: int) -> RewardResult:
+    def _result(self, outcomes: dict[str, list[Outcome]], weights: Sequence[Mapping[str, float]]) -> RewardResult:
         total = [
-            math.fsum(weight * outcomes[name][row].value for name, weight in self._weights.items() if weight)
-            for row in range(count)
+            self._scale * math.fsum(weight * outcomes[name][row].value for name, weight in wanted.items() if weight)
+            for row, wanted in enumerate(weights)
         ]
         return RewardResult(
             values={name: [outcome.value for outcome in column] for name, column in outcomes.items()},
             statuses={name: [outcome.status for outcome in column] for name, column in outcomes.items()},
             messages={
-                name: {row: outcome.message for row, outcome in enumerate(column) if outcome.status is not Status.OK}
+                name: {row: outcome.message for row, outcome in enumerate(column) if outcome.status not in UNSAID}
                 for name, column in outcomes.items()
             },
             total=total,

@@ -26,6 +26,7 @@ class RewardSample:
     response: str
     label: str
     extra: dict[str, Any] = field(default_factory=dict)
+    source: str = ""  # of the row: `source_verifier_weight` goes by it
 
 
 Verifier = Callable[[RewardSample], float]

@@ -29,6 +29,7 @@ class Status(str, Enum):
     CRASHED = "crashed"  # took its process down
     ERROR = "error"  # raised, or returned something that is not a number
     NAN = "nan"  # returned NaN or an infinity
+    SKIPPED = "skipped"  # not asked for, for rows of this source
 
 
 class VerifierSpec(NamedTuple):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from mindspeed_rl.config.algorithm import FULL_KL
 from mindspeed_rl.config.files import HF_FOLDER, actor_path, resolve_model
 from mindspeed_rl.config.layout import Layout, derive_layout, shares_critic, uses_critic, uses_greedy_baseline
 from mindspeed_rl.config.model import ModelConfig
+from mindspeed_rl.config.rule import nearest
 from mindspeed_rl.config.schema import Config, RLConfig
 from mindspeed_rl.data.prompts import PromptDataset, load_prompts
 from mindspeed_rl.data.sampler import PromptSampler
@@ -72,6 +74,8 @@ def prepare(config: Config) -> Inputs:
     tokenizer = load_tokenizer(actor.tokenizer_name_or_path or source.hf_folder, trust, actor.use_fast_tokenizer)
     check_tokenizer(tokenizer, model)
     dataset = load_prompts(actor, config.rl_config, tokenizer)
+    validation = validation_prompts(config, tokenizer)
+    _check_sources(config.rl_config, [dataset, *([validation] if validation else [])])
     order = actor.seed if actor.data_seed is None else actor.data_seed
     sampler = PromptSampler(len(dataset), actor.global_batch_size, order, shuffle=not actor.no_shuffle)
     if state is not None:
@@ -82,8 +86,20 @@ def prepare(config: Config) -> Inputs:
         _check_writable("actor_config.save", actor.save)
         store = CheckpointStore(actor.save, hf_folder=source.hf_folder, model=model, layout=layout)
     _check_writable("output_dir", config.output_dir)
-    validation = validation_prompts(config, tokenizer)
     return Inputs(model, layout, source, state, tokenizer, dataset, sampler, validation, store)
+
+
+def _check_sources(rl: RLConfig, datasets: Sequence[PromptDataset]) -> None:
+    """A source without rows is a name spelled wrong."""
+    key = "rl_config.source_verifier_weight"
+    known = sorted(set().union(*(dataset.sources for dataset in datasets)))
+    violations = [
+        Violation(f"{key}.{source}", weights, "no row is of this source", nearest(source, known))
+        for source, weights in rl.source_verifier_weight.items()
+        if source not in known
+    ]
+    if violations:
+        raise ConfigError(violations)
 
 
 def validation_prompts(config: Config, tokenizer: PreTrainedTokenizerBase) -> PromptDataset | None:
@@ -144,6 +160,8 @@ def generation_keys(config: Config) -> dict[str, Any]:
     of_rewards = (  # which surplus groups bring along
         "verifier_function",
         "verifier_weight",
+        "source_verifier_weight",
+        "reward_scale",
         "filter_groups_metric",
         "overlong_buffer_enable",
         "overlong_buffer",

@@ -23,7 +23,7 @@ def evaluate_texts(
         prompts: number of the prompt that each answers.
     """
     given = [
-        RewardSample(sample.prompt_text, text, sample.label, sample.extra)
+        RewardSample(sample.prompt_text, text, sample.label, sample.extra, sample.data_source)
         for sample, text in zip(samples, texts, strict=True)
     ]
     result = manager.score(given)

@@ -127,7 +127,7 @@ class RewardWorker:
             texts = self.tokenizer.batch_decode(tokens, skip_special_tokens=True) if tokens else []
         samples = [columns["sample"][place] for place in places]
         return [
-            RewardSample(sample.prompt_text, text, sample.label, sample.extra)
+            RewardSample(sample.prompt_text, text, sample.label, sample.extra, sample.data_source)
             for sample, text in zip(samples, texts, strict=True)
         ]
 

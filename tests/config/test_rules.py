@@ -176,6 +176,10 @@ EXAMPLES = {
         ["generate_config.sampling_config.temperature=0"],
         "generate_config.sampling_config.temperature", 0.0, "no distribution", "above 0",
     ),
+    "sources_weigh_verifiers_that_run": (
+        ["rl_config.verifier_function=[acc]", "rl_config.source_verifier_weight={gsm8k: {math_verify: 1.0}}"],
+        "rl_config.source_verifier_weight.gsm8k.math_verify", 1.0, "not in verifier_function", "known: acc",
+    ),
     "template_keys_need_the_template": (
         ["actor_config.system_prompt='Be brief.'", "megatron_training.apply_chat_template=false"],
         "actor_config.system_prompt", "Be brief.", "apply_chat_template = False", "apply_chat_template: true",

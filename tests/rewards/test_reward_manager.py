@@ -92,7 +92,7 @@ def test_failure_is_a_status_of_its_own_sample(manager, response, status, messag
     metrics = result.metrics().finalize()
     assert metrics["custom_rewards/mean"] == pytest.approx(3.0 / 5)
     assert metrics["reward_failed_samples"] == 1
-    for each in Status:
+    for each in set(Status) - {Status.SKIPPED}:
         assert metrics[f"reward_status/{each.value}"] == (5 if each is Status.OK else each is status)
 
 
@@ -216,3 +216,35 @@ def test_custom_file_that_does_not_load(tmp_path, source, expected):
     rl = RLConfig(verifier_function=["custom"], custom_reward_function=CustomRewardConfig(path=str(path)))
     with pytest.raises(ConfigError, match=expected):
         RewardManager(rl)
+
+
+def test_rows_of_a_source_have_weights_of_their_own():
+    rl = RLConfig(
+        verifier_function=["acc", "format", "base_acc"],
+        verifier_weight=[1.0, 0.5, 0.25],
+        source_verifier_weight={"sums": {"acc": 2.0}, "logic": {"format": 1.0, "acc": 0.0}},
+        reward_scale=5.0,
+    )
+    right = r"<think>x</think> <answer>\boxed{7}</answer>"
+    given = [RewardSample("3+4=", right, "7", {}, source) for source in ("other", "sums", "logic")]
+    given.append(RewardSample("3+4=", r"\boxed{8}", "7", {}, "sums"))
+    with RewardManager(rl) as manager:
+        result = manager.score(given)
+    # acc 1 or -0.5, format and base_acc 1
+    assert result.total == [5 * (1.0 + 0.5 + 0.25), 5 * 2.0, 5 * 1.0, 5 * 2.0 * -0.5]
+    assert not any(result.failed)
+    skipped = {name: [status is Status.SKIPPED for status in column] for name, column in result.statuses.items()}
+    assert skipped == {
+        "acc": [False] * 4,
+        "format": [False, True, False, True],
+        "base_acc": [False, True, True, True],
+    }
+    assert result.messages == {"acc": {}, "format": {}, "base_acc": {}}
+    metrics = result.metrics().finalize()
+    assert metrics["format_rewards/mean"] == 1  # over the two that were asked about
+    assert metrics["reward_status/skipped"] == 5
+    assert metrics["acc_rewards/mean"] == pytest.approx((1 + 1 + 1 - 0.5) / 4)
+
+
+def test_nothing_is_said_of_skipping_where_nothing_is_skipped(manager):
+    assert "reward_status/skipped" not in manager.score(samples("a")).metrics().finalize()

@@ -175,3 +175,8 @@ def test_everything_wrong_is_reported_at_once(folder: Path, capsys: pytest.Captu
         "actor_config.tensor_model_parallel_size",
         "actor_config.lr",
     )
+
+
+def test_weights_for_a_source_that_no_row_has(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code = train("rl_config.source_verifier_weight={dta: {math_verify: 1.0}}")
+    assert_refused(capsys, code, 2, "source_verifier_weight.dta", "no row is of this source", "did you mean data?")
