@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,12 +11,14 @@ from pathlib import Path
 if __name__ == "__main__":  # run as a file: Python then searches cli/ instead of the repository
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from cli.train_grpo import add_previews, load_previewed, preview
 from mindspeed_rl.common.command_line import config_parser, run_command
 
 
 def build_parser() -> argparse.ArgumentParser:
     """Arguments of the command."""
     parser = config_parser("evaluate", __doc__)
+    add_previews(parser)
     parser.add_argument(
         "--responses",
         metavar="FILE",
@@ -38,15 +41,18 @@ def _run(args: argparse.Namespace) -> int:
     from rich.console import Console
 
     from mindspeed_rl.common.errors import ConfigError, Violation
-    from mindspeed_rl.config.compose import load_config
 
     generates = args.responses is None
-    if generates:  # a validation before the first iteration, and nothing after it
-        args.overrides.append("rl_config.val_before_train=true")
-    cfg, resolved_yaml = load_config(args.config_name, args.overrides, args.config_dir, files_exist=generates)
+    # a validation before the first iteration, and nothing after it
+    args.overrides.append("rl_config.val_before_train=true")
+    if not generates:  # they are what is validated on
+        args.overrides.append(f"megatron_training.val_data_path={json.dumps(args.responses, ensure_ascii=False)}")
+    cfg, resolved_yaml = load_previewed(args, needs_files=generates)
     if generates and not cfg.actor.val_data_path:
         hint = "set megatron_training.val_data_path, or name a file of responses with --responses"
         raise ConfigError([Violation("megatron_training.val_data_path", None, "nothing to evaluate on", hint)])
+    if preview(args, cfg):
+        return 0
     from mindspeed_rl.trainer.evaluate import evaluate_file, evaluate_model, print_metrics, write_results
 
     if generates:

@@ -28,10 +28,15 @@ def build_parser(stage: str) -> argparse.ArgumentParser:
     """Arguments of all training commands."""
     name = stage.removeprefix("ray_").upper()
     parser = config_parser(COMMANDS[stage], f"Post-train a language model with {name}.")
-    parser.add_argument("--cfg", choices=["job"], help="print the composed configuration and exit")
-    parser.add_argument("--dry-run", action="store_true", help="validate, print layout and memory estimate, and exit")
+    add_previews(parser)
     parser.add_argument("--trace", action="store_true", help="write a timeline of all stages: sets trace=true")
     return parser
+
+
+def add_previews(parser: argparse.ArgumentParser) -> None:
+    """Arguments that show what would run."""
+    parser.add_argument("--cfg", choices=["job"], help="print the composed configuration and exit")
+    parser.add_argument("--dry-run", action="store_true", help="validate, print layout and memory estimate, and exit")
 
 
 def main(argv: Sequence[str] | None = None, stage: str = "ray_grpo") -> int:
@@ -44,27 +49,37 @@ def main(argv: Sequence[str] | None = None, stage: str = "ray_grpo") -> int:
 
 
 def _run(args: argparse.Namespace, stage: str) -> int:
-    from mindspeed_rl.config.compose import compose_yaml, load_config
-
     if args.trace:
         args.overrides.append("trace=true")
+    cfg, resolved_yaml = load_previewed(args)
+    _check_stage(cfg, stage)
+    if preview(args, cfg):
+        return 0
+    # Ray and torch are imported here, after everything about the configuration is known to be right
+    from mindspeed_rl.trainer.launch import run
+
+    return run(cfg, resolved_yaml, args.config_name)
+
+
+def load_previewed(args: argparse.Namespace, needs_files: bool = True) -> tuple[Config, str]:
+    """The configuration and its YAML text, which `--cfg` prints; files must exist if they are needed and it runs."""
+    from mindspeed_rl.config.compose import compose_yaml, load_config
+
     if args.cfg:  # printed before it is validated: what does not validate is what one wants to look at
         print(compose_yaml(args.config_name, args.overrides, args.config_dir), end="")
-    previewed = bool(args.cfg) or args.dry_run
-    cfg, resolved_yaml = load_config(args.config_name, args.overrides, args.config_dir, files_exist=not previewed)
-    _check_stage(cfg, stage)
+    files_exist = needs_files and not (args.cfg or args.dry_run)
+    return load_config(args.config_name, args.overrides, args.config_dir, files_exist=files_exist)
+
+
+def preview(args: argparse.Namespace, cfg: Config) -> bool:
+    """Print what `--dry-run` promises; whether that, or the configuration, was all that was asked for."""
     if args.dry_run:
         from rich.console import Console
 
         from mindspeed_rl.config.report import print_report
 
         print_report(cfg, Console(stderr=bool(args.cfg)))  # keeps the YAML on stdout clean
-    if previewed:
-        return 0
-    # Ray and torch are imported here, after everything about the configuration is known to be right
-    from mindspeed_rl.trainer.launch import run
-
-    return run(cfg, resolved_yaml, args.config_name)
+    return bool(args.cfg) or args.dry_run
 
 
 def _check_stage(cfg: Config, stage: str) -> None:

@@ -90,24 +90,26 @@ class _Row:
     ids: np.ndarray  # [prompt length] int32
 
 
-def load_prompts(actor: MegatronConfig, rl: RLConfig, tokenizer: PreTrainedTokenizerBase) -> PromptDataset:
+def load_prompts(
+    actor: MegatronConfig, rl: RLConfig, tokenizer: PreTrainedTokenizerBase, key: str = "data_path"
+) -> PromptDataset:
     """Read, template and tokenise the data set; longer prompts than `max_prompt_length` as `truncation` says.
 
     Raw text gets the tokenizer's special tokens (such as a beginning-of-sequence token) as it defines them; a chat
     template brings its own. A `system_prompt` of the configuration replaces the system message of a row. The text of
-    a prompt that is shortened is that of its remaining tokens.
+    a prompt that is shortened is that of its remaining tokens. Messages call what is read `key`.
 
     Raises:
         DataError: a file, row, key or value that cannot be used (names file and line), or nothing is left.
         ConfigError: the user's data set cannot be loaded.
     """
     if actor.data_path is None:
-        raise DataError("data_path = None: name the jsonl or parquet files with the prompts")
+        raise DataError(f"{key} = None: name the jsonl or parquet files with the prompts")
     if actor.apply_chat_template and not (actor.chat_template or tokenizer.chat_template):
         raise DataError(f"apply_chat_template = True, but tokenizer {tokenizer.name_or_path!r} has no chat template")
     encode = _Encoder(actor, tokenizer)
     rows, dropped, truncated, read = list[_Row](), 0, 0, 0
-    for row in _encoded(encode, _records(actor, tokenizer), actor.num_workers):
+    for row in _encoded(encode, _records(actor, tokenizer, key), actor.num_workers):
         read += 1
         excess = len(row.ids) - rl.max_prompt_length
         if excess > 0:
@@ -124,10 +126,10 @@ def load_prompts(actor: MegatronConfig, rl: RLConfig, tokenizer: PreTrainedToken
         if len(rows) == actor.train_max_samples:
             break
     if not read:
-        raise DataError(f"data_path = {actor.data_path!r}: the data set is empty")
+        raise DataError(f"{key} = {actor.data_path!r}: the data set is empty")
     if not rows:
         raise DataError(
-            f"data_path = {actor.data_path!r}: all {read} prompts are longer than "
+            f"{key} = {actor.data_path!r}: all {read} prompts are longer than "
             f"max_prompt_length = {rl.max_prompt_length} tokens"
         )
     return PromptDataset(rows, dropped, truncated)
@@ -143,10 +145,10 @@ def shorten(ids: np.ndarray, length: int, truncation: str) -> np.ndarray:
     return np.concatenate((ids[:head], ids[len(ids) - length // 2 :]))
 
 
-def _records(actor: MegatronConfig, tokenizer: PreTrainedTokenizerBase) -> Iterator[tuple[Record, str]]:
+def _records(actor: MegatronConfig, tokenizer: PreTrainedTokenizerBase, key: str) -> Iterator[tuple[Record, str]]:
     """Rows, each with the name of the source that it has if it does not say one."""
     assert actor.data_path is not None
-    files = find_files(actor.data_path)
+    files = find_files(actor.data_path, key)
     if actor.custom_dataset is not None:
         yield from ((record, files[0].stem) for record in custom_records(actor, files, tokenizer))
         return

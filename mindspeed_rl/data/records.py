@@ -50,8 +50,10 @@ class Record:
         raise DataError(f"{self.where}: {setting} = {key!r}: no such column, there are {present}{hint}")
 
 
-def find_files(data_path: str | Sequence[str]) -> list[Path]:
+def find_files(data_path: str | Sequence[str], key: str = "data_path") -> list[Path]:
     """The files that `data_path` names: each entry a file, or a prefix that `cli/preprocess_data.py` wrote to.
+
+    key: what names them, for messages.
 
     Raises:
         DataError: an entry is neither, or is of an unknown type.
@@ -61,9 +63,9 @@ def find_files(data_path: str | Sequence[str]) -> list[Path]:
         candidates = [Path(entry), *(Path(entry + suffix) for suffix in SUFFIXES)]
         found = next((path for path in candidates if path.is_file()), None)
         if found is None:
-            raise DataError(f"data_path = {entry!r}: no such file, and no {entry}.parquet or {entry}.jsonl either")
+            raise DataError(f"{key} = {entry!r}: no such file, and no {entry}.parquet or {entry}.jsonl either")
         if found.suffix not in SUFFIXES:
-            raise DataError(f"data_path = {entry!r}: file type {found.suffix!r} is not one of {', '.join(SUFFIXES)}")
+            raise DataError(f"{key} = {entry!r}: file type {found.suffix!r} is not one of {', '.join(SUFFIXES)}")
         files.append(found)
     return files
 

@@ -26,8 +26,13 @@ class Evaluated:
         return self.reward if metric == "reward" else self.verifiers[metric]
 
 
-def evaluation_metrics(responses: Sequence[Evaluated], metric: str) -> dict[str, float]:
-    """`{source}/{name}` over each source's responses and over `all`.
+def flat(by_source: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
+    """`{source}/{name}`: not to be taken apart again, for names of sources may hold slashes (`openai/gsm8k`)."""
+    return {f"{source}/{name}": value for source, found in by_source.items() for name, value in found.items()}
+
+
+def metrics_by_source(responses: Sequence[Evaluated], metric: str) -> dict[str, dict[str, float]]:
+    """Source -> name -> value, over each source's responses and over `all`. Sources may differ in n.
 
     - `reward/mean`, `{verifier}/mean`: over what could be scored; `failed`: responses whose `metric` could not.
     - `response_length/mean`: tokens.
@@ -40,11 +45,11 @@ def evaluation_metrics(responses: Sequence[Evaluated], metric: str) -> dict[str,
     """
     if not responses:
         raise ValueError("there are no responses to evaluate")
-    found: dict[str, float] = {}
-    for source in (*sorted({response.source for response in responses}), ALL):
-        of_source = [response for response in responses if source in (response.source, ALL)]
-        found |= {f"{source}/{name}": value for name, value in _metrics(of_source, metric).items()}
-    return found
+    sources = (*sorted({response.source for response in responses}), ALL)
+    return {
+        source: _metrics([response for response in responses if source in (response.source, ALL)], metric)
+        for source in sources
+    }
 
 
 def _metrics(responses: Sequence[Evaluated], metric: str) -> dict[str, float]:

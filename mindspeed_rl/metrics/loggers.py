@@ -33,8 +33,8 @@ class MetricLogger(Protocol):
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record the finalised metrics of one step."""
 
-    def log_samples(self, step: int, samples: Sequence[Sample]) -> None:
-        """Record generated samples, with whatever keys they have."""
+    def log_samples(self, step: int, samples: Sequence[Sample], name: str = "samples") -> None:
+        """Record generated samples, with whatever keys they have; name: tells kinds of the same step apart."""
 
     def close(self) -> None:
         """Flush and release everything."""
@@ -93,14 +93,14 @@ class ConsoleLogger:
         self.rows += 1
         self.progress.update(self.task, completed=step)
 
-    def log_samples(self, step: int, samples: Sequence[Sample]) -> None:
+    def log_samples(self, step: int, samples: Sequence[Sample], name: str = "samples") -> None:
         for number, sample in enumerate(samples):
             if self.progress is None:
                 fields = "  ".join(f"{key}: {value!r}" for key, value in sample.items())
-                print(f"step {step} sample {number}  {fields}", file=self.console.file, flush=True)
+                print(f"step {step} {name.removesuffix('s')} {number}  {fields}", file=self.console.file, flush=True)
             else:
                 text = "\n".join(f"[bold]{key}[/bold] {escape(str(value))}" for key, value in sample.items())
-                self.console.print(f"[dim]sample {number} of step {step}[/dim]\n{text}")
+                self.console.print(f"[dim]{name.removesuffix('s')} {number} of step {step}[/dim]\n{text}")
 
     def close(self) -> None:
         if self.progress is not None:
@@ -123,7 +123,7 @@ class JsonlLogger:
         finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
         self._write(self.metrics, {"step": step, **finite})
 
-    def log_samples(self, step: int, samples: Sequence[Sample]) -> None:
+    def log_samples(self, step: int, samples: Sequence[Sample], name: str = "samples") -> None:
         for sample in samples:
             self._write(self.samples, {"step": step, **sample})
 
@@ -150,10 +150,10 @@ class TensorBoardLogger:
             self.writer.add_scalar(name, value, step)
         self.writer.flush()
 
-    def log_samples(self, step: int, samples: Sequence[Sample]) -> None:
+    def log_samples(self, step: int, samples: Sequence[Sample], name: str = "samples") -> None:
         for number, sample in enumerate(samples):
             text = "\n\n".join(f"**{key}**\n\n    {value}" for key, value in sample.items())
-            self.writer.add_text(f"samples/{number}", text, step)
+            self.writer.add_text(f"{name}/{number}", text, step)
 
     def close(self) -> None:
         self.writer.close()
@@ -174,10 +174,10 @@ class WandbLogger:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self.run.log(with_aliases(metrics), step=step)
 
-    def log_samples(self, step: int, samples: Sequence[Sample]) -> None:
+    def log_samples(self, step: int, samples: Sequence[Sample], name: str = "samples") -> None:
         keys = sorted({key for sample in samples for key in sample})
         rows = [[str(sample.get(key, "")) for key in keys] for sample in samples]
-        self.run.log({"samples": self.wandb.Table(columns=keys, data=rows)}, step=step)
+        self.run.log({name: self.wandb.Table(columns=keys, data=rows)}, step=step)
 
     def close(self) -> None:
         self.run.finish()
@@ -198,9 +198,9 @@ class SwanLabLogger:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self.swanlab.log(with_aliases(metrics), step=step)
 
-    def log_samples(self, step: int, samples: Sequence[Sample]) -> None:
+    def log_samples(self, step: int, samples: Sequence[Sample], name: str = "samples") -> None:
         texts = [self.swanlab.Text(_as_text(sample)) for sample in samples]
-        self.swanlab.log({"samples": texts}, step=step)
+        self.swanlab.log({name: texts}, step=step)
 
     def close(self) -> None:
         self.swanlab.finish()
@@ -218,8 +218,8 @@ class MLflowLogger:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self.mlflow.log_metrics(with_aliases(metrics), step=step)
 
-    def log_samples(self, step: int, samples: Sequence[Sample]) -> None:
-        self.mlflow.log_text("\n\n".join(map(_as_text, samples)), f"samples/{step}.txt")
+    def log_samples(self, step: int, samples: Sequence[Sample], name: str = "samples") -> None:
+        self.mlflow.log_text("\n\n".join(map(_as_text, samples)), f"{name}/{step}.txt")
 
     def close(self) -> None:
         self.mlflow.end_run()

@@ -19,15 +19,16 @@ from mindspeed_rl.common.files import replacing
 from mindspeed_rl.config.schema import Config
 from mindspeed_rl.data.prompts import PromptSample, read_row
 from mindspeed_rl.data.records import Record, find_files, read_records
-from mindspeed_rl.metrics.evaluation import evaluation_metrics
+from mindspeed_rl.metrics.evaluation import flat, metrics_by_source
 from mindspeed_rl.rewards.manager import RewardManager
 from mindspeed_rl.trainer.launch import start_validation
 from mindspeed_rl.workers.evaluation import evaluate_texts, response_row
 
 Rows = list[dict[str, Any]]
+Metrics = Mapping[str, Mapping[str, float]]  # source -> name -> value
 
 
-def evaluate_model(config: Config, config_yaml: str, config_name: str) -> tuple[dict[str, float], Rows]:
+def evaluate_model(config: Config, config_yaml: str, config_name: str) -> tuple[Metrics, Rows]:
     """Metrics and responses of the weights that a training run of this configuration would start from.
 
     Raises:
@@ -35,11 +36,10 @@ def evaluate_model(config: Config, config_yaml: str, config_name: str) -> tuple[
     """
     with ExitStack() as stack:
         validation, step = start_validation(config, config_yaml, config_name, stack)
-        metrics, rows = validation.run(step)
-    return {name.removeprefix("val/"): value for name, value in metrics.items() if name.startswith("val/")}, rows
+        return validation.evaluate(step)
 
 
-def evaluate_file(config: Config, responses: str, response_key: str) -> tuple[dict[str, float], Rows]:
+def evaluate_file(config: Config, responses: str, response_key: str) -> tuple[Metrics, Rows]:
     """Metrics of responses that are in files: a column with a text or a list of texts beside those of data sets.
 
     No model and no tokenizer is needed: `response_length` is in characters.
@@ -49,7 +49,7 @@ def evaluate_file(config: Config, responses: str, response_key: str) -> tuple[di
         ConfigError: a verifier cannot be loaded.
     """
     samples, texts, prompts = list[PromptSample](), list[str](), list[int]()
-    records = ((record, file.stem) for file in find_files(responses) for record in read_records(file))
+    records = ((record, file.stem) for file in find_files(responses, "--responses") for record in read_records(file))
     for number, (record, source) in enumerate(records):
         found = _responses(record, response_key)
         samples += [read_row(record, source, config.actor)] * len(found)
@@ -60,7 +60,7 @@ def evaluate_file(config: Config, responses: str, response_key: str) -> tuple[di
     with RewardManager(config.rl_config) as manager:
         scored = evaluate_texts(manager, samples, texts, prompts)
     rows = [response_row(*each) for each in zip(samples, scored, texts, strict=True)]
-    return evaluation_metrics(scored, config.rl_config.val_metric), rows
+    return metrics_by_source(scored, config.rl_config.val_metric), rows
 
 
 def _responses(record: Record, key: str) -> list[str]:
@@ -73,22 +73,21 @@ def _responses(record: Record, key: str) -> list[str]:
     return texts
 
 
-def print_metrics(metrics: Mapping[str, float], console: Console) -> None:
-    """A row for each data source, a column for each metric."""
-    sources = list(dict.fromkeys(name.partition("/")[0] for name in metrics))
-    names = list(dict.fromkeys(name.partition("/")[2] for name in metrics))
+def print_metrics(metrics: Metrics, console: Console) -> None:
+    """A row for each data source, a column for each metric; empty where sources differ in the number of responses."""
+    names = list(dict.fromkeys(name for found in metrics.values() for name in found))
     table = Table(title="Evaluation", title_justify="left")
     for column in ("source", *names):
         table.add_column(column, justify="left" if column == "source" else "right")
-    for source in sources:
-        table.add_row(source, *(f"{metrics[f'{source}/{name}']:.4g}" for name in names))
+    for source, found in metrics.items():
+        table.add_row(source, *(f"{found[name]:.4g}" if name in found else "" for name in names))
     console.print(table)
 
 
-def write_results(folder: Path, metrics: Mapping[str, float], rows: Sequence[Mapping[str, Any]]) -> None:
+def write_results(folder: Path, metrics: Metrics, rows: Sequence[Mapping[str, Any]]) -> None:
     """`metrics.json` and `responses.parquet`, each there only when it is whole. NaN is null in JSON."""
     folder.mkdir(parents=True, exist_ok=True)
-    finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
+    finite = {name: value if math.isfinite(value) else None for name, value in flat(metrics).items()}
     with replacing(folder / "metrics.json") as unfinished:
         unfinished.write_text(json.dumps(finite, indent=1) + "\n", encoding="utf-8")
     with replacing(folder / "responses.parquet") as unfinished:

@@ -199,7 +199,7 @@ class GRPOTrainer:
         metrics, responses = self.validation.run(self.iteration)
         if shown := responses[: self.rl.log_val_generations]:
             for logger in self.loggers:
-                logger.log_samples(self.iteration, shown)
+                logger.log_samples(self.iteration, shown, "val_samples")
         return metrics
 
     def _log(self, report: StepReport, kl_coef: float, validated: dict[str, float]) -> None:

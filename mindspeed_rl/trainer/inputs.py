@@ -106,13 +106,13 @@ def validation_prompts(config: Config, tokenizer: PreTrainedTokenizerBase) -> Pr
     """The prompts of `val_data_path`, which is read like `data_path`.
 
     Raises:
-        DataError: they cannot be used; what is said of `data_path` is of `val_data_path` then.
+        DataError: they cannot be used.
     """
     actor = config.actor
     if actor.val_data_path is None:
         return None
     data = {"data_path": actor.val_data_path, "train_max_samples": actor.val_max_samples}
-    return load_prompts(actor.model_copy(update=data), config.rl_config, tokenizer)
+    return load_prompts(actor.model_copy(update=data), config.rl_config, tokenizer, "val_data_path")
 
 
 def _critic_weights(config: Config, model: ModelConfig) -> str:

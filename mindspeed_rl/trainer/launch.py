@@ -19,6 +19,7 @@ from mindspeed_rl.common.logging import setup_logging
 from mindspeed_rl.config.layout import Layout
 from mindspeed_rl.config.rules_ascend import unfit_for
 from mindspeed_rl.config.schema import Config
+from mindspeed_rl.data.prompts import PromptDataset
 from mindspeed_rl.device.base import Device
 from mindspeed_rl.device.select import make_device
 from mindspeed_rl.metrics.loggers import make_loggers
@@ -52,14 +53,20 @@ def run(config: Config, config_yaml: str, config_name: str) -> int:
     setup_logging(folder.logs, "driver")
     logger.info("%s", inputs.layout)
     logger.info("%s", inputs.source)
-    limit, data = config.rl_config.max_prompt_length, inputs.dataset
-    truncated = f", shortened to that: {data.truncated}" if data.truncated else ""
-    print(f"prompts: {len(data)}; dropped as longer than {limit} tokens: {data.dropped_too_long}{truncated}")
+    _print_prompts(config, "prompts", inputs.dataset)
+    if inputs.validation is not None:
+        _print_prompts(config, "prompts to validate on", inputs.validation)
     with ExitStack() as stack:
         stack.enter_context(_ray(config, inputs.layout))
         _train(config, inputs, folder, stack)
     print(f"run folder: {folder.path}")
     return 0
+
+
+def _print_prompts(config: Config, what: str, data: PromptDataset) -> None:
+    truncated = f", shortened to that: {data.truncated}" if data.truncated else ""
+    limit = config.rl_config.max_prompt_length
+    print(f"{what}: {len(data)}; dropped as longer than {limit} tokens: {data.dropped_too_long}{truncated}")
 
 
 def _train(config: Config, inputs: Inputs, folder: RunFolder, stack: ExitStack) -> None:
@@ -86,6 +93,7 @@ def start_validation(config: Config, config_yaml: str, config_name: str, stack: 
     """
     inputs = prepare(config)
     assert inputs.validation is not None, "there is something to validate on"
+    _print_prompts(config, "prompts to validate on", inputs.validation)
     folder = RunFolder(config.output_dir, config.run_name or default_run_name(config_name), config_yaml)
     setup_logging(folder.logs, "driver")
     stack.enter_context(_ray(config, inputs.layout))

@@ -10,7 +10,7 @@ import ray
 
 from mindspeed_rl.config.schema import Config
 from mindspeed_rl.data.prompts import PromptDataset
-from mindspeed_rl.metrics.evaluation import evaluation_metrics
+from mindspeed_rl.metrics.evaluation import flat, metrics_by_source
 from mindspeed_rl.workers.evaluation import response_row
 from mindspeed_rl.workers.fleet import Fleet
 from mindspeed_rl.workers.group import Call
@@ -40,16 +40,20 @@ class Validation:
         return rl.test_freq > 0 and (step % rl.test_freq == 0 or step == self.config.actor.train_iters)
 
     def run(self, step: int) -> tuple[dict[str, float], list[dict[str, Any]]]:
-        """Metrics of all responses, by name, and each response with what it got, in the order of the prompts."""
+        """Metrics of a step, by name, and each response with what it got, in the order of the prompts."""
         start = time.monotonic()
+        metrics, rows = self.evaluate(step)
+        named = {f"val/{name}": value for name, value in flat(metrics).items()}
+        return {**named, "timing/validation": time.monotonic() - start}, rows
+
+    def evaluate(self, step: int) -> tuple[dict[str, dict[str, float]], list[dict[str, Any]]]:
+        """The same, metrics by source and name."""
         shares = [share for share in self.fleet.validate(step, self._prompts) if share]
         responses = _interleaved(shares, len(self.samples))
         call = self.reward.evaluate.remote(self._samples, responses)
         (found,) = self.fleet.watch.wait([self.fleet.watch.add(call, Call(-1, "validation", step))])
-        metrics = evaluation_metrics([each for each, _ in found], self.config.rl_config.val_metric)
-        rows = [response_row(self.samples[each.prompt], each, text) for each, text in found]
-        named = {f"val/{name}": value for name, value in metrics.items()}
-        return {**named, "timing/validation": time.monotonic() - start}, rows
+        metrics = metrics_by_source([each for each, _ in found], self.config.rl_config.val_metric)
+        return metrics, [response_row(self.samples[each.prompt], each, text) for each, text in found]
 
 
 def _interleaved(shares: Sequence[list[Any]], count: int) -> list[Any]:

@@ -67,6 +67,39 @@ def test_numbers_are_those_of_a_count_by_hand(tmp_path: Path, capsys: pytest.Cap
     assert "pass@2" in printed
 
 
+def test_sources_may_hold_slashes_and_differ_in_number(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A verifier decides, though nothing of the configuration says what to validate on."""
+    file = tmp_path / "two files = one.jsonl"
+    right, wrong = r"\boxed{1}", r"\boxed{2}"
+    rows = [
+        {"prompt": "q", "answer": "1", "data_source": "openai/gsm8k", "responses": [right, wrong, right]},
+        {"prompt": "q", "answer": "1", "data_source": "lighteval/MATH", "responses": [wrong, right]},
+    ]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    arguments = [
+        "--config-name=grpo_trainer_tiny_cpu",
+        "rl_config.verifier_function=[acc]",
+        "rl_config.val_metric=acc",
+    ]
+    assert main([*arguments, f"--responses={file}", f"--output={tmp_path}/out"]) == 0
+    found = json.loads((tmp_path / "out" / "metrics.json").read_text())
+    assert found["openai/gsm8k/pass@1"] == pytest.approx(2 / 3)
+    assert (found["openai/gsm8k/maj@3"], found["lighteval/MATH/maj@2"]) == (1, 0)
+    assert found["all/pass@1"] == pytest.approx((2 / 3 + 1 / 2) / 2)
+    table = {line.split()[1]: line for line in capsys.readouterr().out.splitlines() if line.startswith("│")}
+    assert list(table) == ["lighteval/MATH", "openai/gsm8k", "all"]
+
+
+def test_a_preview_starts_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--config-name=grpo_trainer_tiny_cpu", "megatron_training.val_data_path=none.jsonl"]
+    assert main([*arguments, "--cfg=job"]) == 0
+    assert "val_data_path: none.jsonl" in capsys.readouterr().out
+    assert main([*arguments, "--dry-run"]) == 0
+    assert "Configuration is valid" in capsys.readouterr().out
+    assert main(["--config-name=grpo_trainer_tiny_cpu", "--dry-run"]) == 2
+    assert "megatron_training.val_data_path" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("row", "arguments", "code", "message"),
     [
@@ -96,4 +129,4 @@ def test_an_empty_file_and_a_missing_one(tmp_path: Path, capsys: pytest.CaptureF
     assert main([*COMMAND, f"--responses={tmp_path}/none.jsonl"]) == 1
     assert "there are no rows" in capsys.readouterr().err
     assert main([*COMMAND, f"--responses={tmp_path}/nowhere.jsonl"]) == 1
-    assert "no such file" in capsys.readouterr().err
+    assert f"--responses = '{tmp_path}/nowhere.jsonl': no such file" in capsys.readouterr().err

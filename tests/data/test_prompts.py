@@ -286,6 +286,14 @@ def test_a_data_set_of_the_users(tmp_path, load):
         load(file, custom_dataset=custom)
 
 
+def test_messages_name_the_key_that_was_read(tmp_path, tokenizer):
+    file = tmp_path / "val.jsonl"
+    file.write_text("")
+    for path, message in {str(file): "the data set is empty", f"{file}x": "no such file"}.items():
+        with pytest.raises(DataError, match=f"^val_data_path = '{path}': {message}"):
+            load_prompts(MegatronConfig(data_path=path), RLConfig(), tokenizer, "val_data_path")
+
+
 def test_the_example_of_a_data_set(tmp_path, load):
     file = tmp_path / "pairs.json"
     file.write_text("3 4\n10 5\n")

@@ -2,6 +2,7 @@
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,9 @@ def rollout(rank: int, folder: str, train: dict[str, int], infer_tp: int, temper
     likeliest = [GenerationRequest(row, prompt, seed=None, greedy=True) for row, prompt in enumerate(prompts)]
     mixed = [r for pair in zip(requests, likeliest, strict=True) for r in pair]
     together = {(g.row, g.greedy): g for step in engine.generate(mixed) for g in step}
+    going_on = sampling.model_copy(update={"ignore_eos": True})
+    on = [replace(request, sampling=going_on) for request in requests]
+    ignoring = {g.row: g.tokens for step in engine.generate(on) for g in step}
     begun = engine.generate(mixed)
     begun_ends = [generation for _ in range(4) for generation in next(begun)]
     unfinished, stopped = engine.unfinished(), engine.interrupt()
@@ -70,6 +74,7 @@ def rollout(rank: int, folder: str, train: dict[str, int], infer_tp: int, temper
         "tokens": [t for t, _ in passes[0]],
         "log_probs": [lp for _, lp in passes[0]],
         "scored": scored.log_probs.split(batch.response_lengths.tolist()) if scored else None,
+        "ignoring": [ignoring[row] for row in range(len(PROMPTS))],
         "begun": (begun_ends, unfinished, stopped),
         "all_together": together,
         "together": [together[row, False].tokens for row in range(len(PROMPTS))],
@@ -115,6 +120,13 @@ def test_a_response_ends_with_its_stop_token(one_rank: dict[str, Any]) -> None:
     for tokens in one_rank["tokens"]:
         assert tokens[-1] in STOP or len(tokens) == MAX_TOKENS
         assert not set(tokens[:-1]) & set(STOP)
+
+
+def test_a_request_may_ignore_them_where_the_engine_does_not(one_rank: dict[str, Any]) -> None:
+    assert any(len(tokens) < MAX_TOKENS for tokens in one_rank["tokens"])
+    for tokens, longer in zip(one_rank["tokens"], one_rank["ignoring"], strict=True):
+        assert len(longer) == MAX_TOKENS
+        assert longer[: len(tokens)] == tokens
 
 
 def test_greedy_responses_come_with_sampled_ones(one_rank: dict[str, Any], folders: dict[str, str]) -> None:

@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from mindspeed_rl.metrics.evaluation import Evaluated, evaluation_metrics, majority_is_right, pass_at_k
+from mindspeed_rl.metrics.evaluation import Evaluated, flat, majority_is_right, metrics_by_source, pass_at_k
 from mindspeed_rl.rewards.verifiers import final_answer
 
 
@@ -43,7 +43,7 @@ def test_each_source_and_all_are_counted() -> None:
         for prompt, (source, group) in rewards.items()
         for reward in group
     ]
-    found = evaluation_metrics(responses, "reward")
+    found = flat(metrics_by_source(responses, "reward"))
     assert found["a/reward/mean"] == pytest.approx(2 / 8)
     assert found["b/reward/mean"] == pytest.approx(1 / 3)  # of what could be scored
     assert found["all/reward/mean"] == pytest.approx(3 / 11)
@@ -60,21 +60,21 @@ def test_each_source_and_all_are_counted() -> None:
 
 def test_a_verifier_can_decide_what_is_right() -> None:
     responses = [response(0, 2.0, acc=0.0, format=1.0), response(1, 0.5, acc=1.0, format=0.0)]
-    assert evaluation_metrics(responses, "reward")["all/pass@1"] == 1
-    found = evaluation_metrics(responses, "acc")
+    assert metrics_by_source(responses, "reward")["all"]["pass@1"] == 1
+    found = flat(metrics_by_source(responses, "acc"))
     assert (found["all/pass@1"], found["all/acc/mean"], found["all/format/mean"]) == (0.5, 0.5, 0.5)
     assert "all/maj@1" not in found
 
 
 def test_three_responses_have_pass_at_three() -> None:
     assert {"all/pass@1", "all/pass@2", "all/pass@3", "all/maj@3"} <= set(
-        evaluation_metrics([response(0, 1.0)] * 3, "reward")
+        flat(metrics_by_source([response(0, 1.0)] * 3, "reward"))
     )
 
 
 def test_nothing_cannot_be_evaluated() -> None:
     with pytest.raises(ValueError, match="no responses"):
-        evaluation_metrics([], "reward")
+        metrics_by_source([], "reward")
 
 
 @pytest.mark.parametrize(

@@ -38,10 +38,12 @@ def test_console_prints_plain_lines_where_there_is_no_terminal():
     logger = ConsoleLogger(10, file)
     logger.log(3, METRICS)
     logger.log_samples(3, SAMPLES)
+    logger.log_samples(3, SAMPLES, "val_samples")
     logger.close()
     assert file.getvalue() == (
         "step 3/10  reward 0.500  s/step 1.50  tok/s/dev 1234  pg_loss -0.2500\n"
         "step 3 sample 0  prompt: '1+[b]='  response: '2 [/x] ü'  reward: 1.0\n"
+        "step 3 val_sample 0  prompt: '1+[b]='  response: '2 [/x] ü'  reward: 1.0\n"
     )
 
 
@@ -106,12 +108,13 @@ def test_tensorboard_reads_back(tmp_path):
     for step in (1, 2):
         logger.log(step, {"reward/mean": step / 4, "timing/all": 2.0})
     logger.log_samples(2, SAMPLES)
+    logger.log_samples(2, SAMPLES, "val_samples")
     logger.close()
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
     assert [(e.step, e.value) for e in events.Scalars("reward/mean")] == [(1, 0.25), (2, 0.5)]
     assert [(e.step, e.value) for e in events.Scalars("grpo/score/mean")] == [(1, 0.25), (2, 0.5)]
-    assert "samples/0/text_summary" in events.Tags()["tensors"]
+    assert {"samples/0/text_summary", "val_samples/0/text_summary"} <= set(events.Tags()["tensors"])
 
 
 @pytest.mark.parametrize(

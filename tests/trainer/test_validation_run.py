@@ -74,6 +74,7 @@ def test_a_model_is_evaluated_as_before_training(inputs: Path, tmp_path: Path) -
     _, _, *arguments = command(inputs, tmp_path, *validated(inputs), "run_name=evaluated")
     said = tmp_path / "evaluated.txt"
     assert run_forked("evaluate", [*arguments, f"--output={tmp_path}/out"], said) == 0, said.read_text()[-3000:]
+    assert "prompts to validate on: 5; dropped as longer than" in said.read_text()
     found = json.loads((tmp_path / "out" / "metrics.json").read_text())
     assert {f"val/{name}": value for name, value in found.items()} == validations(watched)[0]
     rows = pyarrow.parquet.read_table(tmp_path / "out" / "responses.parquet").to_pylist()

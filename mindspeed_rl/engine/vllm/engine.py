@@ -55,7 +55,7 @@ class VllmEngine:
 
         _know_model_class(model_folder)
         self.cfg, self.device, self.interruptible = cfg, device, interruptible
-        self.stop_tokens = [] if cfg.sampling_config.ignore_eos else list(stop_tokens)
+        self.stop_tokens = list(stop_tokens)
         self.can_sleep = device.rollout_can_sleep
         self.asleep_bytes = self._woken_bytes = 0
         loaders: dict[str, Any] = {"cpu": cpu.reload_weights, "npu": npu.load_weights}
@@ -111,7 +111,7 @@ class VllmEngine:
             # 0: of the sampled token alone
             logprobs=0 if self._has_log_probs(request) else None,
             seed=request.seed,
-            stop_token_ids=self.stop_tokens,
+            stop_token_ids=[] if sampling.ignore_eos else self.stop_tokens,
             ignore_eos=sampling.ignore_eos,
             detokenize=sampling.detokenize,
             **sampling_arguments(SamplingParams),
