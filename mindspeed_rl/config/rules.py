@@ -177,21 +177,21 @@ def sequence_fits_training(cfg: Config) -> Found:
 
 def _fits(cfg: Config, limit_path: str, limit: int) -> Found:
     prompt, response = cfg.rl_config.max_prompt_length, cfg.generate_config.sampling_config.max_tokens
-    if prompt + response > limit:
+    if cfg.longest_sequence > limit:
         message = (
             f"is shorter than rl_config.max_prompt_length = {prompt} plus {_MAX_TOKENS} = {response}, "
-            f"together {prompt + response}"
+            f"together {cfg.longest_sequence}"
         )
-        yield Violation(limit_path, limit, message, f"set it to {prompt + response}, or shorten the others")
+        yield Violation(limit_path, limit, message, f"set it to {cfg.longest_sequence}, or shorten the others")
 
 
 @rule(_DYNAMIC, _PACKING, "rl_config.max_prompt_length", _MAX_TOKENS)
 def packing_size_is_given_and_used(cfg: Config) -> Found:
     size = cfg.rl_config.max_packing_token_size
     if cfg.rl_config.use_dynamic_bsz and size is None:
-        longest = cfg.rl_config.max_prompt_length + cfg.generate_config.sampling_config.max_tokens
         message = "use_dynamic_bsz = True needs the most tokens of a micro-batch"
-        yield Violation(_PACKING, None, message, f"at least {longest}: the longest prompt and response")
+        hint = f"at least {cfg.longest_sequence}: the longest prompt and response"
+        yield Violation(_PACKING, None, message, hint)
     elif size is not None and not cfg.rl_config.use_dynamic_bsz:
         hint = "set use_dynamic_bsz: true, or remove it"
         yield Violation(_PACKING, size, "is used with use_dynamic_bsz = True only, which is False", hint)

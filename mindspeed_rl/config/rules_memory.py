@@ -173,7 +173,7 @@ def _changes(cfg: Config) -> Iterator[tuple[str, Any, Config]]:
         value = "full, recompute_method: uniform, recompute_num_layers: 1"
         yield actor_path(cfg, "recompute_granularity"), value, with_training(cfg, **every_layer)
     cap = (cfg.rl_config.max_packing_token_size or 0) // 2
-    while cap >= _longest(cfg):
+    while cap >= cfg.longest_sequence:
         yield "rl_config.max_packing_token_size", cap, with_rl(cfg, max_packing_token_size=cap)
         cap //= 2
     bucket = generate.resharding_bucket_mb
@@ -182,10 +182,6 @@ def _changes(cfg: Config) -> Iterator[tuple[str, Any, Config]]:
         yield "generate_config.resharding_bucket_mb", bucket, with_generation(cfg, resharding_bucket_mb=bucket)
     for share in SHARES if cfg.device != "cpu" else ():
         yield "generate_config.gpu_memory_utilization", share, with_generation(cfg, gpu_memory_utilization=share)
-
-
-def _longest(cfg: Config) -> int:
-    return cfg.rl_config.max_prompt_length + cfg.generate_config.sampling_config.max_tokens
 
 
 def with_generation(cfg: Config, **values: Any) -> Config:

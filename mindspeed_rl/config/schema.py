@@ -336,6 +336,11 @@ class Config(Section):
         return _overlaid(self.actor, self.critic_config)
 
     @property
+    def longest_sequence(self) -> int:
+        """Most tokens of a prompt and its response."""
+        return self.rl_config.max_prompt_length + self.generate_config.sampling_config.max_tokens
+
+    @property
     def environment(self) -> dict[str, str]:
         """Variables of every process that the run starts, beside those that the trainer sets itself."""
         return {**(DETERMINISTIC if self.actor.npu_deterministic else {}), **self.runtime_env.env_vars}

@@ -152,7 +152,7 @@ class Training:
     def _micro_batch_size(self, stage: str) -> int:
         """Sequences of one pass; with `use_dynamic_bsz`, how many fit into one whatever their lengths."""
         if self.rl.max_packing_token_size is not None:
-            return self.rl.max_packing_token_size // (self.rl.max_prompt_length + self.sampling.max_tokens)
+            return self.rl.max_packing_token_size // self.config.longest_sequence
         sizes = {
             "update": self.config.actor.micro_batch_size,
             "reference": self.rl.ref_forward_micro_batch_size,

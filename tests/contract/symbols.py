@@ -104,10 +104,11 @@ class Library:
     def __init__(self, wheels: Iterable[Wheel], parsed: dict[tuple[str, str], Module | None] | None = None):
         self._wheel_of = {package: wheel for wheel in wheels for package in wheel.packages}
         self._parsed = {} if parsed is None else parsed
-        self._bodies: dict[int, dict[str, list[Any]]] = {}
-        self._sets: dict[int, dict[str, int]] = {}
-        self._signatures: dict[int, Signature | None] = {}
-        self._orders: dict[int, list[Definition]] = {}
+        # by node of a syntax tree, which stays as long as its entry: an `id` is soon that of another
+        self._bodies: dict[Any, dict[str, list[Any]]] = {}
+        self._sets: dict[Any, dict[str, int]] = {}
+        self._signatures: dict[Any, Signature | None] = {}
+        self._orders: dict[Any, list[Definition]] = {}
 
     def module(self, name: str) -> Module | None:
         """A module with a source."""
@@ -242,15 +243,15 @@ class Library:
 
     def bases(self, of: Definition) -> list[Definition]:
         """The class itself, and its bases, nearest first; those outside the wheels too."""
-        if id(of.node) not in self._orders:
+        if of.node not in self._orders:
             order = [of]
             assert of.module is not None
             for expression in of.node.bases:
                 base = self._expression(of.module, expression)
                 if base is not None:
                     order += self.bases(base) if base.kind == "class" else [base]
-            self._orders[id(of.node)] = list({(d.path, d.line, d.name): d for d in order}.values())
-        return self._orders[id(of.node)]
+            self._orders[of.node] = list({(d.path, d.line, d.name): d for d in order}.values())
+        return self._orders[of.node]
 
     def _in_class(self, of: Definition, name: str) -> Definition | None:
         """What a class or its bases define or, as that takes longer to find, set on `self` in their methods."""
@@ -268,9 +269,9 @@ class Library:
 
     def _defined(self, of: Definition, name: str) -> Definition | None:
         """What the body of a class itself defines."""
-        if id(of.node) not in self._bodies:
-            self._bodies[id(of.node)] = _bindings(of.node.body)[0]
-        for node in self._bodies[id(of.node)].get(name, ()):
+        if of.node not in self._bodies:
+            self._bodies[of.node] = _bindings(of.node.body)[0]
+        for node in self._bodies[of.node].get(name, ()):
             is_function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
             is_property = is_function and any("property" in ast.unparse(d) for d in node.decorator_list)
             kind = "function" if is_function and not is_property else "value"
@@ -279,9 +280,9 @@ class Library:
 
     def _set_lines(self, node: ast.ClassDef) -> dict[str, int]:
         """Where methods of a class set attributes of `self`, by name."""
-        if id(node) not in self._sets:
-            self._sets[id(node)] = _set_lines(node)
-        return self._sets[id(node)]
+        if node not in self._sets:
+            self._sets[node] = _set_lines(node)
+        return self._sets[node]
 
     # ---- calls -----------------------------------------------------------------------------------------------------
 
@@ -289,9 +290,9 @@ class Library:
         """How it is called; None if that is not known."""
         if of.kind not in ("class", "function"):
             return None
-        if id(of.node) not in self._signatures:
-            self._signatures[id(of.node)] = self._signature(of)
-        return self._signatures[id(of.node)]
+        if of.node not in self._signatures:
+            self._signatures[of.node] = self._signature(of)
+        return self._signatures[of.node]
 
     def _signature(self, of: Definition) -> Signature | None:
         if of.kind == "function":
