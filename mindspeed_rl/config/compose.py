@@ -291,13 +291,13 @@ def schema_keys(model: type[BaseModel]) -> Iterator[tuple[str, ...]]:
     """Every key path of the schema, sections before their keys."""
     for name, field in model.model_fields.items():
         yield (name,)
-        section = _section_of(field.annotation)
+        section = section_of(field.annotation)
         if section is not None:
             for rest in schema_keys(section):
                 yield (name, *rest)
 
 
-def _section_of(annotation: Any) -> type[BaseModel] | None:
+def section_of(annotation: Any) -> type[BaseModel] | None:
     """The nested section in a field's type (`X` or `X | None`); None for plain values and the preset table."""
     if get_origin(annotation) is dict:
         return None

@@ -14,6 +14,7 @@ SEPARATE = (
     "rl_config.rollout_resource={num_npus: 1}",
     "rl_config.actor_resource.num_npus=1",
     "generate_config.per_request_seed=false",
+    "generate_config.sampling_config.ignore_eos=true",  # in training alone
 )
 
 
@@ -53,6 +54,8 @@ def test_training_does_not_notice(inputs: Path, tmp_path: Path, layout: tuple[st
     watched = run(inputs, tmp_path, iterations, *layout, *validated(inputs), name="watched")
     assert watched[0]["step"] == 0
     assert [training(step) for step in watched[1:]] == [training(step) for step in plain]
+    if layout:
+        assert all(step["response_length/min"] == step["response_length/max"] == 3 for step in plain)
     found = validations(watched)
     assert set(found) == {0, 2, 3}  # before, every second, and the last
     for metrics in found.values():

@@ -1,0 +1,49 @@
+"""The tables of other projects' keys: complete, and true to our schema."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from ci.generate_migration_docs import TARGET, TITLES, field_of, load, our_keys, render
+
+TESTS = Path(__file__).resolve().parents[1]
+REFERENCE = json.loads((TESTS / "config" / "reference_keys.json").read_text())
+
+
+@pytest.mark.parametrize("name", TITLES)
+def test_every_key_of_theirs_is_there(name: str) -> None:
+    table, reference = load(name), REFERENCE[name]
+    assert len(set(reference)) == len(reference)
+    assert set(table) == set(reference)
+
+
+@pytest.mark.parametrize("name", TITLES)
+def test_each_has_keys_of_ours_or_a_reason(name: str) -> None:
+    for key, entry in load(name).items():
+        assert set(entry) <= {"ours", "note", "refused"}, key
+        assert bool(our_keys(entry)) != bool(entry.get("refused")), key
+        for ours in our_keys(entry):
+            field = field_of(ours)
+            assert field is not None, f"{key}: the schema has no {ours}"
+            assert field.description, ours
+
+
+@pytest.mark.parametrize("name", TITLES)
+def test_a_test_names_each_key_of_ours(name: str) -> None:
+    tests = [file for file in TESTS.rglob("*.py") if file != Path(__file__)]
+    words = set().union(*(re.findall(r"\w+", file.read_text(encoding="utf-8")) for file in tests))
+    ours = {key for entry in load(name).values() for key in our_keys(entry)}
+    names = {key: key.rpartition(".")[2] for key in ours}
+    # trackers' keys are put together: use_{package}
+    assert {key for key, name in names.items() if not words & {name, name.removeprefix("use_")}} == set()
+
+
+def test_the_page_is_up_to_date() -> None:
+    assert TARGET.read_text(encoding="utf-8") == render()
+
+
+def test_no_such_key() -> None:
+    assert field_of("rl_config.nothing") is None
+    assert field_of("megatron_training.lr.more") is None
