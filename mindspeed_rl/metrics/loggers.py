@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import math
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -216,7 +217,9 @@ class MLflowLogger:
         self.mlflow.log_dict(cfg.model_dump(), "rl_config.json")
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self.mlflow.log_metrics(with_aliases(metrics), step=step)
+        # names take letters, digits and _-. /, not the @ of pass@k or what a data source may be called
+        named = {re.sub(r"[^\w\-. /]", "_", name): value for name, value in with_aliases(metrics).items()}
+        self.mlflow.log_metrics(named, step=step)
 
     def log_samples(self, step: int, samples: Sequence[Sample], name: str = "samples") -> None:
         self.mlflow.log_text("\n\n".join(map(_as_text, samples)), f"{name}/{step}.txt")

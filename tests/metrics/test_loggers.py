@@ -158,6 +158,30 @@ def test_tensorboard_is_off_where_wandb_is_on(tmp_path, monkeypatch, capsys):
     assert lines == ["init p e", "log 1 {'throughput/total': 2.0, 'e2e_tps': 2.0}", "finish"]
 
 
+# likewise; names are checked as MLflow documents them
+FAKE_MLFLOW = """
+import re
+def set_experiment(name): pass
+def start_run(run_name): pass
+def log_dict(values, file): pass
+def log_metrics(values, step):
+    assert all(re.fullmatch(r"[\\w\\-. /]+", name) for name in values), values
+    print(step, values)
+def end_run(): pass
+"""
+
+
+def test_names_that_mlflow_refuses_are_changed_for_it(tmp_path, monkeypatch, capsys):
+    (tmp_path / "mlflow.py").write_text(FAKE_MLFLOW)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "mlflow", raising=False)
+    logger = MLflowLogger(RLConfig(use_mlflow=True), tmp_path)
+    logger.log(3, {"val/openai/gsm8k/pass@4": 0.5, "val/a:b/reward/mean": 1.0})
+    logger.close()
+    monkeypatch.delitem(sys.modules, "mlflow")
+    assert capsys.readouterr().out.strip() == "3 {'val/openai/gsm8k/pass_4': 0.5, 'val/a_b/reward/mean': 1.0}"
+
+
 def test_default_loggers(tmp_path):
     loggers = make_loggers(RLConfig(), tmp_path, 3)
     assert [type(logger) for logger in loggers] == [JsonlLogger, TensorBoardLogger, ConsoleLogger]
