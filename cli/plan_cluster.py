@@ -57,8 +57,8 @@ def _run(args: argparse.Namespace) -> int:
     from mindspeed_rl.common.errors import ConfigError
     from mindspeed_rl.config.compose import compose_yaml
     from mindspeed_rl.planner.cluster import load_cluster
-    from mindspeed_rl.planner.report import nested, print_search, tokens_per_second
-    from mindspeed_rl.planner.search import search
+    from mindspeed_rl.planner.report import print_search, tokens_per_second
+    from mindspeed_rl.planner.search import put, search
 
     base: Any = OmegaConf.to_container(
         OmegaConf.create(compose_yaml(args.config_name, args.overrides, args.config_dir))
@@ -74,7 +74,7 @@ def _run(args: argparse.Namespace) -> int:
             {
                 "seconds": {**asdict(plan.time), "total": plan.time.total},
                 "tokens_per_second_per_device": tokens_per_second(plan, work),
-                "configuration": nested(plan.overrides),
+                "configuration": put({}, plan.overrides),
             }
             for plan in found.plans
         ]

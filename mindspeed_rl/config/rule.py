@@ -51,6 +51,14 @@ def divides(path: str, value: int, divisor_path: str, divisor: int) -> Found:
         yield Violation(divisor_path, divisor, message, f"possible: {', '.join(map(str, sorted(near)))}")
 
 
+def is_scored(path: str, metric: str, verifiers: Sequence[str]) -> Found:
+    """`metric` must be the reward or one of the verifiers that run."""
+    names = ("reward", *verifiers)
+    if metric not in names:
+        message = f"is neither reward nor in verifier_function = {list(verifiers)!r}"
+        yield Violation(path, metric, message, nearest(metric, names))
+
+
 def near_multiples(value: int, factor: int) -> str:
     """The multiples of `factor` around `value`, as text."""
     below = value // factor * factor

@@ -254,10 +254,8 @@ def template_keys_need_the_template(cfg: Config) -> Found:
     actor = cfg.actor
     for key in ("system_prompt", "chat_template", "chat_template_kwargs"):
         if getattr(actor, key) and not actor.apply_chat_template:
-            message, hint = (
-                "has no effect with apply_chat_template = False",
-                "set apply_chat_template: true, or remove it",
-            )
+            message = "has no effect with apply_chat_template = False"
+            hint = "set apply_chat_template: true, or remove it"
             yield Violation(actor_path(cfg, key), getattr(actor, key), message, hint)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mindspeed_rl.common.errors import Violation
 from mindspeed_rl.config.layout import prompts_in_generation, uses_greedy_baseline
-from mindspeed_rl.config.rule import Found, nearest, rule
+from mindspeed_rl.config.rule import Found, is_scored, rule
 from mindspeed_rl.config.schema import Config
 
 _SAMPLING = "generate_config.sampling_config"
@@ -122,8 +122,5 @@ def filtered_groups_can_differ(cfg: Config) -> Found:
 @rule("rl_config.filter_groups_enable", "rl_config.filter_groups_metric", "rl_config.verifier_function")
 def filter_metric_is_known(cfg: Config) -> Found:
     rl = cfg.rl_config
-    names = ("reward", *rl.verifier_function)
-    if rl.filter_groups_enable and rl.filter_groups_metric not in names:
-        message = f"is neither reward nor in verifier_function = {rl.verifier_function!r}"
-        hint = nearest(rl.filter_groups_metric, names)
-        yield Violation("rl_config.filter_groups_metric", rl.filter_groups_metric, message, hint)
+    if rl.filter_groups_enable:
+        yield from is_scored("rl_config.filter_groups_metric", rl.filter_groups_metric, rl.verifier_function)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mindspeed_rl.common.errors import Violation
 from mindspeed_rl.config.files import actor_path
-from mindspeed_rl.config.rule import Found, nearest, rule
+from mindspeed_rl.config.rule import Found, is_scored, rule
 from mindspeed_rl.config.schema import Config
 
 _VAL = "generate_config.val_sampling_config"
@@ -41,10 +41,7 @@ def validation_keys_are_used(cfg: Config) -> Found:
 
 @rule("rl_config.val_metric", "rl_config.verifier_function")
 def validation_goes_by_what_is_scored(cfg: Config) -> Found:
-    metric, known = cfg.rl_config.val_metric, ("reward", *cfg.rl_config.verifier_function)
-    if metric not in known:
-        message = "is neither `reward` nor in verifier_function"
-        yield Violation("rl_config.val_metric", metric, message, nearest(metric, known))
+    yield from is_scored("rl_config.val_metric", cfg.rl_config.val_metric, cfg.rl_config.verifier_function)
 
 
 @rule("rl_config.test_freq", "rl_config.staleness")

@@ -52,7 +52,7 @@ class PromptDataset:
     """
 
     def __init__(self, rows: Sequence[_Row], dropped_too_long: int = 0, truncated: int = 0):
-        self._rows, self.dropped_too_long, self.truncated = rows, dropped_too_long, truncated
+        self.dropped_too_long, self.truncated = dropped_too_long, truncated
         self._bounds = np.cumsum([0, *(len(row.ids) for row in rows)])
         self._ids = np.concatenate([row.ids for row in rows])
         # what is in the one array need not be kept in many

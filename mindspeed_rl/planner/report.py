@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import fields
-from typing import Any
 
 import yaml
 from rich.console import Console
@@ -11,7 +10,7 @@ from rich.table import Table
 
 from mindspeed_rl.config.layout import Layout
 from mindspeed_rl.metrics.throughput import tokens_per_second_per_device
-from mindspeed_rl.planner.search import WITHOUT, Plan, Search
+from mindspeed_rl.planner.search import WITHOUT, Plan, Search, put
 from mindspeed_rl.planner.step import StepTime, Work
 
 STAGES = tuple(field.name for field in fields(StepTime))
@@ -32,7 +31,7 @@ def print_search(found: Search, work: Work, shown: int, console: Console) -> Non
         console.print(f"  {path}: {count}", markup=False, highlight=False)
     without = ", ".join(WITHOUT)
     console.print(f"\nThe first one, to be merged into the run's configuration, without {without}:\n", markup=False)
-    console.print(yaml.safe_dump(nested(found.plans[0].overrides), sort_keys=False), markup=False, highlight=False)
+    console.print(yaml.safe_dump(put({}, found.plans[0].overrides), sort_keys=False), markup=False, highlight=False)
 
 
 def tokens_per_second(plan: Plan, work: Work) -> float:
@@ -57,12 +56,3 @@ def _savings(plan: Plan) -> str:
     cap = f"{plan.overrides['rl_config.max_packing_token_size']:,} tokens a pass"
     moved = f"offload: {', '.join(offloaded)}" if offloaded else ""
     return "; ".join(filter(None, [cap, recomputed, moved]))
-
-
-def nested(overrides: dict[str, Any]) -> dict[str, Any]:
-    """Key paths as sections."""
-    sections: dict[str, Any] = {}
-    for path, value in overrides.items():
-        section, _, key = path.rpartition(".")
-        (sections.setdefault(section, {}) if section else sections)[key] = value
-    return sections

@@ -76,9 +76,9 @@ def search(
         if candidates.is_too_large(sizes):
             continue
         layout = {**sizes, **_whole_experts(base, sizes)}
-        overrides = candidates.fastest(layout)
-        if overrides is not None:
-            cfg = validate(candidates.changed(overrides))
+        fastest = candidates.fastest(layout)
+        if fastest is not None:
+            overrides, cfg = fastest
             found = derive_layout(cfg)
             plans.append(Plan(overrides, found, step_time(cfg, candidates.model, found, cluster, work)))
     if not plans:
@@ -95,9 +95,9 @@ class _Candidates:
         self.tried, self.refused = 0, Counter[str]()
         self._near: Overrides = {}  # one that lacks memory alone, if there is one
 
-    def fastest(self, layout: Overrides) -> Overrides | None:
+    def fastest(self, layout: Overrides) -> tuple[Overrides, Config] | None:
         """The layout with what makes it fit and takes least time for that; None: nothing does, or a rule forbids."""
-        *faster, frugal = self.rooms
+        frugal = self.rooms[-1]
         settings = {"device": self.cluster.device, "rl_config.use_dynamic_bsz": True, **layout}
         cfg = self._valid({**settings, **frugal, LIMIT: None})  # without a limit: remedies are not asked for
         if cfg is None:
@@ -107,7 +107,7 @@ class _Candidates:
             self._near = {**settings, **frugal, LIMIT: self.cluster.memory_gib}
             self.tried, self.refused[LIMIT] = self.tried + 1, self.refused[LIMIT] + 1
             return None
-        for room in [*faster, frugal]:  # the first that fits is the fastest
+        for room in self.rooms:  # the first that fits is the fastest
             share = self._share(_with_room(limited, room))
             self.tried += 1
             if share is None:
@@ -115,8 +115,8 @@ class _Candidates:
                 continue
             memory = {LIMIT: self.cluster.memory_gib, "generate_config.gpu_memory_utilization": share}
             overrides = {**settings, **room, **memory}
-            if self._valid(overrides) is not None:
-                return overrides
+            if (valid := self._valid(overrides)) is not None:
+                return overrides, valid
         return None
 
     def _valid(self, overrides: Overrides) -> Config | None:
@@ -163,10 +163,15 @@ class _Candidates:
         for path in WITHOUT:
             section, _, key = path.rpartition(".")
             raw.get(section, {}).pop(key, None)
-        for path, value in overrides.items():
-            section, _, key = path.rpartition(".")
-            (raw.setdefault(section, {}) if section else raw)[key] = value
-        return raw
+        return put(raw, overrides)
+
+
+def put(sections: dict[str, Any], overrides: Overrides) -> dict[str, Any]:
+    """`sections`, into which the values went at their key paths."""
+    for path, value in overrides.items():
+        section, _, key = path.rpartition(".")
+        (sections.setdefault(section, {}) if section else sections)[key] = value
+    return sections
 
 
 def _with_room(cfg: Config, room: Overrides) -> Config:

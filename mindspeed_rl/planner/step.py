@@ -21,7 +21,7 @@ from mindspeed_rl.config.memory import (
 from mindspeed_rl.config.model import ModelConfig
 from mindspeed_rl.config.schema import Config
 from mindspeed_rl.metrics.throughput import TRAIN_TO_FORWARD
-from mindspeed_rl.planner.cluster import Cluster
+from mindspeed_rl.planner.cluster import GIGA, TERA, Cluster
 
 SIMULATED = 512  # sequences of an engine; of more, each stands for several
 # measured on two cores: bytes/s that the dock moves on a node; seconds that its controller takes for
@@ -145,7 +145,7 @@ class _DecodeStep:
             experts = 0.0
         read = (self.parameters - experts) * self.width + running * context * self.kv
         products = 2 * model.matmul_parameters * running / self.tp
-        bound = read / (cluster.memory_gb_s * 1e9) + products / (cluster.tflops * 1e12)
+        bound = read / (cluster.memory_gb_s * GIGA) + products / (cluster.tflops * TERA)
         return bound / cluster.decode_share + cluster.decode_step_ms / 1e3 + self._exchange(running)
 
     def _exchange(self, running: float) -> float:

@@ -11,6 +11,14 @@ from mindspeed_rl.rewards.manager import RewardManager
 from mindspeed_rl.rewards.verifiers import RewardSample, final_answer
 
 
+def reward_samples(samples: Sequence[PromptSample], texts: Sequence[str]) -> list[RewardSample]:
+    """What verifiers see of responses: the prompts' side, and the texts."""
+    return [
+        RewardSample(sample.prompt_text, text, sample.label, sample.extra, sample.data_source)
+        for sample, text in zip(samples, texts, strict=True)
+    ]
+
+
 def evaluate_texts(
     manager: RewardManager, samples: Sequence[PromptSample], texts: Sequence[str], prompts: Sequence[int]
 ) -> list[Evaluated]:
@@ -22,11 +30,7 @@ def evaluate_texts(
         texts: the responses.
         prompts: number of the prompt that each answers.
     """
-    given = [
-        RewardSample(sample.prompt_text, text, sample.label, sample.extra, sample.data_source)
-        for sample, text in zip(samples, texts, strict=True)
-    ]
-    result = manager.score(given)
+    result = manager.score(reward_samples(samples, texts))
     return [
         Evaluated(
             prompt=prompts[index],

@@ -27,7 +27,7 @@ from mindspeed_rl.rewards.manager import RewardManager, RewardResult
 from mindspeed_rl.rewards.verifiers import RewardSample
 from mindspeed_rl.transfer_dock.jagged import Jagged
 from mindspeed_rl.transfer_dock.spec import Claim, TransferDock
-from mindspeed_rl.workers.evaluation import evaluate_texts
+from mindspeed_rl.workers.evaluation import evaluate_texts, reward_samples
 from mindspeed_rl.workers.stages import old_log_probs_column
 
 logger = logging.getLogger(__name__)
@@ -125,11 +125,7 @@ class RewardWorker:
         else:
             tokens = [columns[f"{kind}responses"][place].tolist() for place in places]
             texts = self.tokenizer.batch_decode(tokens, skip_special_tokens=True) if tokens else []
-        samples = [columns["sample"][place] for place in places]
-        return [
-            RewardSample(sample.prompt_text, text, sample.label, sample.extra, sample.data_source)
-            for sample, text in zip(samples, texts, strict=True)
-        ]
+        return reward_samples([columns["sample"][place] for place in places], texts)
 
     def _baselines(self, scores: Sequence[float], responses: Sequence[Any], metrics: MetricSet) -> list[float]:
         """Rewards of greedy responses, given their scores, for every row of their groups; NaN: scoring failed."""
