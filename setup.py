@@ -62,7 +62,7 @@ setup(
         "wandb": ["wandb"],
         "swanlab": ["swanlab"],
         "mlflow": ["mlflow"],
-        "dev": ["hypothesis", "mypy", "pytest", "pytest-timeout", "ruff", "types-PyYAML"],
+        "dev": ["hypothesis", "mypy", "pytest", "pytest-timeout", "pytest-xdist", "ruff", "types-PyYAML"],
     },
     entry_points={
         "console_scripts": [

@@ -45,13 +45,18 @@ older() {
     python -m pytest -q -p no:cacheprovider "${engine[@]}" tests/device tests/trainer/test_simulated_npu_run.py \
         "tests/trainer/test_training_run.py::test_layouts_train_the_same[DP2-to-TP2]"
 }
+workers=()
 case "$* " in
-    "" | " " | --durations=*) step "Megatron-core of requirements/npu.txt" older ;;
+    "" | " " | --durations=*)
+        step "Megatron-core of requirements/npu.txt" older
+        # files side by side: much of a test is waiting for processes to start
+        workers=(-n 2 --dist loadfile)
+        ;;
 esac
 
 # said before the tests, so that pytest's closing line is the last one
 if [ ${#failed[@]} -gt 0 ]; then
     echo "failed before the tests: ${failed[*]}"
 fi
-python -m pytest "$@" </dev/null || failed+=(tests)
+python -m pytest "${workers[@]}" "$@" </dev/null || failed+=(tests)
 [ ${#failed[@]} -eq 0 ]
