@@ -378,6 +378,22 @@ class ModelConfig(BaseModel):
 class CriticModel(ModelConfig):
     """A model with a value head in place of the output layer; so that shares nothing with the embedding."""
 
+    @classmethod
+    def from_hf(cls, hf: dict[str, Any]) -> CriticModel:
+        """Derive the shape from the `config.json` of a sequence classification with one label.
+
+        Raises:
+            ValueError: it is no such model, or one of a language model that is not supported; names key and value.
+        """
+        named, suffix = (hf.get("architectures") or [None])[0], "ForSequenceClassification"
+        if not str(named).endswith(suffix):
+            raise ValueError(f"architectures = {hf.get('architectures')!r}: is no …{suffix}, a model with a score")
+        labels = hf.get("num_labels") or len(hf.get("id2label") or (0, 1))  # not written where it is the default
+        if labels != 1:
+            raise ValueError(f"num_labels = {labels} (the length of id2label): a reward is one number (only 1)")
+        body = str(named).removesuffix(suffix) + "ForCausalLM"
+        return cls(**dict(super().from_hf({**hf, "architectures": [body], "tie_word_embeddings": False})))
+
     @property
     def has_output_layer(self) -> bool:
         """No logits."""
