@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, Literal, get_args
+from typing import Any, Literal, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
 
@@ -107,7 +107,7 @@ class ModelConfig(BaseModel):
     )
 
     @classmethod
-    def from_hf(cls, hf: dict[str, Any]) -> ModelConfig:
+    def from_hf(cls, hf: dict[str, Any]) -> Self:
         """Derive the shape from the contents of a Hugging Face `config.json`.
 
         Raises:
@@ -257,6 +257,11 @@ class ModelConfig(BaseModel):
         return self.moe_layer_freq[layer] == 1
 
     @property
+    def longest_sequence(self) -> int:
+        """Most tokens that it is made for."""
+        return min(self.max_position_embeddings, self.sliding_window or self.max_position_embeddings)
+
+    @property
     def num_moe_layers(self) -> int:
         """Layers that have experts."""
         return sum(self.is_moe_layer(layer) for layer in range(self.num_layers))
@@ -379,7 +384,7 @@ class CriticModel(ModelConfig):
     """A model with a value head in place of the output layer; so that shares nothing with the embedding."""
 
     @classmethod
-    def from_hf(cls, hf: dict[str, Any]) -> CriticModel:
+    def from_hf(cls, hf: dict[str, Any]) -> Self:
         """Derive the shape from the `config.json` of a sequence classification with one label.
 
         Raises:
@@ -392,7 +397,7 @@ class CriticModel(ModelConfig):
         if labels != 1:
             raise ValueError(f"num_labels = {labels} (the length of id2label): a reward is one number (only 1)")
         body = str(named).removesuffix(suffix) + "ForCausalLM"
-        return cls(**dict(super().from_hf({**hf, "architectures": [body], "tie_word_embeddings": False})))
+        return super().from_hf({**hf, "architectures": [body], "tie_word_embeddings": False})
 
     @property
     def has_output_layer(self) -> bool:

@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForSequenceClassification
+from transformers import AutoConfig, AutoModelForSequenceClassification, Qwen2Tokenizer
 
-from examples.make_tiny_model import EOS, make_tiny_model, make_tokenizer
+from examples.make_tiny_model import EOS, TOKENS, make_tiny_model, make_tokenizer
 
 
 def make_reward_model(folder: Path, labels: int = 1, **shape: Any) -> Path:
@@ -23,6 +23,15 @@ def make_reward_model(folder: Path, labels: int = 1, **shape: Any) -> Path:
                 parameter.data *= 10
     model.save_pretrained(folder)
     make_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def write_other_tokenizer(folder: Path, template: str | None = None) -> Path:
+    """The characters of `make_tokenizer` in another order."""
+    vocabulary = {token: index for index, token in enumerate(reversed(TOKENS))}
+    tokenizer = Qwen2Tokenizer(vocab=vocabulary, merges=[], eos_token="<eos>", pad_token="<eos>", unk_token="<eos>")
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(folder)
     return folder
 
 
