@@ -18,6 +18,7 @@ from mindspeed_rl.config.environment import DETERMINISTIC, NPU_VARIABLES, TRAINE
 from mindspeed_rl.config.generate import GenerateConfig, SamplingConfig  # noqa: E402
 from mindspeed_rl.config.model import ModelConfig  # noqa: E402
 from mindspeed_rl.config.reward import CustomRewardConfig  # noqa: E402
+from mindspeed_rl.config.reward_model import RewardModelConfig  # noqa: E402
 from mindspeed_rl.config.rope import RopeScaling  # noqa: E402
 from mindspeed_rl.config.rules import VERIFIERS  # noqa: E402
 from mindspeed_rl.config.schema import Config, MegatronConfig, ProfilerConfig, ResourceConfig, RLConfig  # noqa: E402
@@ -68,6 +69,7 @@ SECTIONS: list[tuple[str, type[BaseModel], str]] = [
     ("Top level", Config, ""),
     ("`megatron_training` and `actor_config`", MegatronConfig, ""),
     ("`megatron_training.custom_dataset`", CustomDatasetConfig, ""),
+    ("`reward_config`", RewardModelConfig, ""),
     ("`rl_config`", RLConfig, ""),
     ("`rl_config.actor_resource`", ResourceConfig, ""),
     ("`rl_config.custom_reward_function`", CustomRewardConfig, ""),

@@ -10,13 +10,15 @@ import glob
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 from mindspeed_rl.common.errors import ConfigError, Violation
-from mindspeed_rl.config.model import ModelConfig
+from mindspeed_rl.config.model import CriticModel, ModelConfig
 from mindspeed_rl.config.schema import Config
 
 # A checkpoint of this trainer: `latest` names the newest of a root's, `manifest.json` completes a single one
 LATEST, MANIFEST, HF_FOLDER = "latest", "manifest.json", "hf"
+Shape = TypeVar("Shape", bound=ModelConfig)
 
 
 def actor_path(cfg: Config, key: str) -> str:
@@ -70,13 +72,30 @@ def checkpoint_model(cfg: Config) -> ModelConfig | None:
     file = _config_json(cfg.actor.load) if cfg.actor.load else None
     if file is None:
         return None
+    return _read_shape(file, actor_path(cfg, "load"), cfg.actor.load, ModelConfig)
+
+
+def resolve_reward_model(cfg: Config) -> CriticModel | None:
+    """The reward model's shape; None where there is none, or its config.json is not on this machine.
+
+    Raises:
+        ConfigError: the file is not JSON, or describes no sequence classification with one label.
+    """
+    load = cfg.reward_config.load
+    file = Path(load) / "config.json" if load else None
+    if file is None or not file.is_file():
+        return None
+    return _read_shape(file, "reward_config.load", load, CriticModel)
+
+
+def _read_shape(file: Path, key: str, value: str | None, kind: type[Shape]) -> Shape:
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
         if not isinstance(content, dict):
             raise TypeError(f"holds a {type(content).__name__}, not an object")
-        return ModelConfig.from_hf(content)
+        return kind.from_hf(content)
     except (ValueError, TypeError) as error:  # not JSON, not supported, or values of a wrong type
-        raise ConfigError([Violation(actor_path(cfg, "load"), cfg.actor.load, f"{file}: {error}")]) from error
+        raise ConfigError([Violation(key, value, f"{file}: {error}")]) from error
 
 
 def _config_json(load: str) -> Path | None:
@@ -118,6 +137,16 @@ def missing_files(cfg: Config, broken: Sequence[str] = ()) -> list[Violation]:
     if dataset := actor.custom_dataset:
         path = f"{actor_path(cfg, 'custom_dataset')}.path"
         named.append((path, dataset.path, "file", Path(dataset.path).is_file()))
+    reward = cfg.reward_config
+    named += [
+        (f"reward_config.{key}", path, kind, Path(path).is_file() if kind == "file" else Path(path).is_dir())
+        for key, path, kind in (
+            ("load", reward.load, "folder"),
+            ("tokenizer_name_or_path", reward.tokenizer_name_or_path, "folder"),
+            ("chat_template", reward.chat_template, "file"),
+        )
+        if path
+    ]
     if custom:
         named.append(("rl_config.custom_reward_function.path", custom.path, "file", Path(custom.path).is_file()))
     if algorithms := cfg.rl_config.custom_algorithm_file:
@@ -131,7 +160,7 @@ def missing_files(cfg: Config, broken: Sequence[str] = ()) -> list[Violation]:
 
 def unusable_files(cfg: Config, broken: Sequence[str] = ()) -> list[Violation]:
     """Named folders that are on this machine but hold nothing of use; keys in `broken` are left out."""
-    found = [*_unusable_tokenizer(cfg), *_unusable_checkpoint(cfg)]
+    found = [*_unusable_tokenizer(cfg), *_unusable_checkpoint(cfg), *_unusable_reward_model(cfg)]
     return [violation for violation in found if not touches(violation.path, broken)]
 
 
@@ -152,6 +181,13 @@ def _unusable_checkpoint(cfg: Config) -> Iterator[Violation]:
     elif cfg.actor.model == "auto":
         message = f"load = {load!r} is a checkpoint without a config.json to read the shape from"
         yield Violation(actor_path(cfg, "model"), "auto", message, "name a preset")
+
+
+def _unusable_reward_model(cfg: Config) -> Iterator[Violation]:
+    load = cfg.reward_config.load
+    if load and Path(load).is_dir() and not (Path(load) / "config.json").is_file():
+        message = "holds no config.json: a reward model is a Hugging Face folder"
+        yield Violation("reward_config.load", load, message)
 
 
 def _several(paths: str | list[str] | None) -> list[str]:

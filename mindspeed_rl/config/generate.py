@@ -58,6 +58,7 @@ class GenerateConfig(Section):
     offload_train_grad: Switch = Field(False, description="release gradient buffers while generating")
     offload_train_param: Switch = Field(False, description="training weights on host memory while generating")
     offload_reference: Switch = Field(False, description="reference weights on host memory outside their stage")
+    offload_reward_model: Switch = Field(False, description="reward model's weights on host memory outside its stage")
     resharding_bucket_mb: Annotated[float, Field(gt=0)] = Field(
         256,
         description="device memory of one resharding bucket, MiB; two are in use, and the tensors of one parameter",

@@ -11,6 +11,7 @@ from fractions import Fraction
 from itertools import accumulate
 
 from mindspeed_rl.config.algorithm import COV_LOSSES, FULL_KL
+from mindspeed_rl.config.reward import REWARD_MODEL
 from mindspeed_rl.config.schema import Config, MegatronConfig
 
 Chunks = tuple[tuple[range, ...], ...]
@@ -263,6 +264,24 @@ def updates_differ_from_samples(cfg: Config) -> bool:
     return several or tokens_may_be_stale(cfg) or not rl.recompute_logprobs
 
 
+def uses_reward_model(cfg: Config) -> bool:
+    """True if a model scores responses."""
+    return bool(cfg.reward_config.load)
+
+
+def scorers(cfg: Config) -> list[str]:
+    """What scores responses: verifiers, and the reward model."""
+    verifiers = cfg.rl_config.verifier_function if cfg.rl_config.rule_reward else []
+    return [*verifiers, *([REWARD_MODEL] if uses_reward_model(cfg) else [])]
+
+
+def in_place_of_actor(cfg: Config) -> Config:
+    """With the reward model where others look for the actor: its layers are divided otherwise."""
+    changed = cfg.model_copy()
+    changed.__dict__["actor"] = cfg.reward_model  # what is derived from two sections, and cached
+    return changed
+
+
 def uses_reference(cfg: Config) -> bool:
     """True if some term needs the reference model."""
     return cfg.rl_config.init_kl_coef > 0
@@ -289,11 +308,23 @@ def uses_old_log_probs(cfg: Config) -> bool:
 def scored_stages(cfg: Config) -> tuple[str, ...]:
     """Passes without gradients that an iteration needs, in their order."""
     needed = {
+        REWARD_MODEL: uses_reward_model(cfg),  # first: rewards wait for it
         "reference": uses_reference_log_probs(cfg),
         "value": has_critic_model(cfg),
         "old_log_prob": uses_old_log_probs(cfg) or shares_critic(cfg),  # last: the update needs the actor, too
     }
     return tuple(stage for stage, is_needed in needed.items() if is_needed)
+
+
+def scores_before_rewards(cfg: Config) -> bool:
+    """Whether the reward model has a call of its own, as rewards are waited for before log-probs are asked for."""
+    return uses_reward_model(cfg) and (cfg.rl_config.blocking or cfg.rl_config.filter_groups_enable)
+
+
+def stages_beside_rewards(cfg: Config) -> tuple[str, ...]:
+    """Those of `scored_stages` that one call works off, the reward model's among them unless that has its own."""
+    apart = REWARD_MODEL if scores_before_rewards(cfg) else None
+    return tuple(stage for stage in scored_stages(cfg) if stage != apart)
 
 
 def scores_while_generating(cfg: Config) -> bool:
@@ -312,6 +343,7 @@ def stages_beside_rollout(cfg: Config, layout: Layout) -> tuple[str, ...]:
     if layout.ep > 1:  # scoring is a pass of all ranks that share experts: none can take what it finds ready
         return ()
     away = {
+        REWARD_MODEL: generate.offload_reward_model,
         "reference": generate.offload_reference,
         # a first pass that gathers new weights is one of all ranks: none may begin it while others generate
         "value": generate.offload_train_param or cfg.actor.overlap_param_gather,

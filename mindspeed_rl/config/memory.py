@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from mindspeed_rl.config.files import resolve_reward_model
 from mindspeed_rl.config.layout import (
     Layout,
     has_critic_model,
+    in_place_of_actor,
     pipeline_chunks,
     scored_stages,
     stages_beside_rollout,
@@ -19,6 +21,7 @@ from mindspeed_rl.config.layout import (
     uses_reference,
 )
 from mindspeed_rl.config.model import ModelConfig
+from mindspeed_rl.config.reward import REWARD_MODEL
 from mindspeed_rl.config.schema import Config
 
 GIB = 2**30
@@ -35,6 +38,7 @@ class MemoryEstimate:
     gradients: int
     optimizer: int
     reference: int
+    reward_model: int
     critic: int  # its weights, gradients and optimizer
     activations: int
     logits: int
@@ -44,7 +48,12 @@ class MemoryEstimate:
     buckets: int  # what is exchanged on the way from training to rollout, beside what lies at its places
     kv_per_token: int
     kv_full: int  # cache in which every sequence that can run at once has full length
-    training_kept: int  # part of weights, gradients, optimizer and reference that stays while generating
+    training_kept: int  # part of weights, gradients, optimizer, reference and reward model that stays meanwhile
+
+    @property
+    def frozen(self) -> int:
+        """Weights that are never trained."""
+        return self.reference + self.reward_model
 
     @property
     def training(self) -> int:
@@ -63,7 +72,8 @@ def estimate_memory(cfg: Config, model: ModelConfig, layout: Layout) -> MemoryEs
     With P parameters on the device (`stage_parameters`), w bytes each (2 with bf16, else 4):
     weights P w; gradients 4 P (Megatron reduces in float32); Adam moments 8 P, and 4 P float32 main weights with
     bf16, both divided by DP x CP with the distributed optimizer, those of experts by DP x CP / EP; reference P w when
-    `init_kl_coef` > 0. A critic's model takes as much as the actor: its head is small, and it keeps no logits.
+    `init_kl_coef` > 0, reward model P' w of its own shape (0 where its folder is not on this machine). A critic's
+    model takes as much as the actor: its head is small, and it keeps no logits.
     """
     actor, generate = cfg.actor, cfg.generate_config
     width = 2 if actor.bf16 else FLOAT32
@@ -75,16 +85,25 @@ def estimate_memory(cfg: Config, model: ModelConfig, layout: Layout) -> MemoryEs
     state_bytes = 12 if actor.bf16 else 8
     optimizer = (parameters - experts) * state_bytes // shards + experts * state_bytes // expert_shards
     reference = weights if uses_reference(cfg) else 0
+    scorer = resolve_reward_model(cfg)
+    reward_model = 0 if scorer is None else stage_parameters(in_place_of_actor(cfg), scorer, layout) * width
     models = 2 if has_critic_model(cfg) else 1
     shared = (
         (0 if generate.offload_train_param else models * weights)
         + (0 if generate.offload_train_grad else models * gradients)
         + (0 if generate.offload_train_optimizer else models * optimizer)
         + (0 if generate.offload_reference else reference)
+        + (0 if generate.offload_reward_model else reward_model)
     )
-    passes = {stage: pass_bytes(cfg, model, layout, stage) for stage in scored_stages(cfg)}
+    passes = {
+        stage: pass_bytes(in_place_of_actor(cfg), scorer or model, layout, stage)
+        if stage == REWARD_MODEL
+        else pass_bytes(cfg, model, layout, stage)
+        for stage in scored_stages(cfg)
+    }
     come = weights if layout.integrated and generate.offload_train_param else 0
     came = {"reference": reference if layout.integrated and generate.offload_reference else 0}
+    came[REWARD_MODEL] = reward_model if layout.integrated and generate.offload_reward_model else 0
     came |= {"value": come, "old_log_prob": come}
     kv_per_token = kv_bytes_per_token(cfg, model)
     requests = layout.rows_in_generation + (layout.prompts_in_generation if uses_greedy_baseline(cfg) else 0)
@@ -94,6 +113,7 @@ def estimate_memory(cfg: Config, model: ModelConfig, layout: Layout) -> MemoryEs
         gradients=gradients,
         optimizer=optimizer,
         reference=reference,
+        reward_model=reward_model,
         critic=(models - 1) * (weights + gradients + optimizer),
         activations=activation_bytes(cfg, model, layout),
         logits=logit_bytes(cfg, model, layout),
@@ -211,9 +231,10 @@ def pass_bytes(cfg: Config, model: ModelConfig, layout: Layout, stage: str) -> i
         "reference": rl.ref_forward_micro_batch_size,
         "value": rl.critic_forward_micro_batch_size,
         "old_log_prob": rl.actor_forward_micro_batch_size,
+        REWARD_MODEL: cfg.reward_config.micro_batch_size,
     }
     tokens, per_token = pass_tokens(cfg, layout, sizes[stage]), _layer_elements(cfg, model, layout)
-    columns = 0 if stage == "value" else model.padded_vocab_size(layout.tp) // layout.tp
+    columns = 0 if stage in ("value", REWARD_MODEL) else model.padded_vocab_size(layout.tp) // layout.tp
     logits = min(tokens, LOGIT_CHUNK) * columns * (width + FLOAT32)
     return int(max(tokens * per_token.at_once * width, tokens * per_token.hidden * width + logits))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, Literal, get_args
+from typing import Any, Literal, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
 
@@ -107,7 +107,7 @@ class ModelConfig(BaseModel):
     )
 
     @classmethod
-    def from_hf(cls, hf: dict[str, Any]) -> ModelConfig:
+    def from_hf(cls, hf: dict[str, Any]) -> Self:
         """Derive the shape from the contents of a Hugging Face `config.json`.
 
         Raises:
@@ -257,6 +257,11 @@ class ModelConfig(BaseModel):
         return self.moe_layer_freq[layer] == 1
 
     @property
+    def longest_sequence(self) -> int:
+        """Most tokens that it is made for."""
+        return min(self.max_position_embeddings, self.sliding_window or self.max_position_embeddings)
+
+    @property
     def num_moe_layers(self) -> int:
         """Layers that have experts."""
         return sum(self.is_moe_layer(layer) for layer in range(self.num_layers))
@@ -377,6 +382,22 @@ class ModelConfig(BaseModel):
 
 class CriticModel(ModelConfig):
     """A model with a value head in place of the output layer; so that shares nothing with the embedding."""
+
+    @classmethod
+    def from_hf(cls, hf: dict[str, Any]) -> Self:
+        """Derive the shape from the `config.json` of a sequence classification with one label.
+
+        Raises:
+            ValueError: it is no such model, or one of a language model that is not supported; names key and value.
+        """
+        named, suffix = (hf.get("architectures") or [None])[0], "ForSequenceClassification"
+        if not str(named).endswith(suffix):
+            raise ValueError(f"architectures = {hf.get('architectures')!r}: is no …{suffix}, a model with a score")
+        labels = hf.get("num_labels") or len(hf.get("id2label") or (0, 1))  # not written where it is the default
+        if labels != 1:
+            raise ValueError(f"num_labels = {labels} (the length of id2label): a reward is one number (only 1)")
+        body = str(named).removesuffix(suffix) + "ForCausalLM"
+        return super().from_hf({**hf, "architectures": [body], "tie_word_embeddings": False})
 
     @property
     def has_output_layer(self) -> bool:

@@ -132,6 +132,7 @@ def _memory_table(cfg: Config, model: ModelConfig, layout: Layout) -> Table:
         "logits of some tokens, their weights' gradient": memory.logits,
         "[bold]update, all together": memory.training,
         "reference weights, in their stage": memory.reference,
+        "reward model's weights, in their stage": memory.reward_model,
         "largest scoring pass, with weights that come for it": memory.scoring,
         "rollout weights": memory.rollout_weights,
         "buckets and largest tensor of resharding": memory.buckets,

@@ -8,6 +8,9 @@ from pydantic import Field
 
 from mindspeed_rl.config.section import Count, Positive, Section, Switch
 
+REWARD_MODEL = "reward_model"  # its name among verifiers, and that of its stage
+Weight = Annotated[float, Field(allow_inf_nan=False)]
+
 
 class CustomRewardConfig(Section):
     """A reward function of the user's: `name(prompt, response, label, **extra) -> float` in a Python file."""
@@ -19,13 +22,18 @@ class CustomRewardConfig(Section):
 class RewardConfig(Section):
     """Part of `RLConfig`."""
 
-    rule_reward: Switch = Field(True, description="score responses with rules (verifiers)")
+    rule_reward: Switch = Field(
+        True, description="score responses with rules (verifiers); false: with a reward model alone (`reward_config`)"
+    )
+    reward_model_weight: Weight = Field(
+        1.0, description="with `reward_config.load`: what the reward model's score weighs among those of verifiers"
+    )
     verifier_function: list[str] = Field(["math_verify"], description="names of the verifiers")
     verifier_weight: list[float] = Field([1.0], description="one weight a verifier; the reward is the weighted sum")
-    source_verifier_weight: dict[str, dict[str, Annotated[float, Field(allow_inf_nan=False)]]] = Field(
+    source_verifier_weight: dict[str, dict[str, Weight]] = Field(
         {},
-        description="data source -> verifier -> weight: what counts for rows of that source, in place of "
-        "verifier_weight; others of verifier_function do not run on them",
+        description="data source -> verifier, or `reward_model` -> weight: what counts for rows of that source, in "
+        "place of verifier_weight and reward_model_weight; others of verifier_function do not run on them",
     )
     reward_scale: Positive = Field(1.0, description="the weighted sum is multiplied by it")
     verifier_timeout: Annotated[float, Field(gt=0)] = Field(10.0, description="seconds a verifier may take a sample")
@@ -36,3 +44,8 @@ class RewardConfig(Section):
         None, description="tokens before max_tokens over which the penalty rises from 0 to its full size"
     )
     overlong_buffer_penalty_factor: Positive = Field(1.0, description="the full penalty")
+
+    @property
+    def verifiers(self) -> dict[str, float]:
+        """Those that run, and their weights."""
+        return dict(zip(self.verifier_function, self.verifier_weight, strict=True)) if self.rule_reward else {}

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from mindspeed_rl.common.errors import Violation
+from mindspeed_rl.config.reward import REWARD_MODEL
 
 Found = Iterator[Violation]
 WORLD = "rl_config.actor_resource.num_npus"
@@ -51,11 +52,12 @@ def divides(path: str, value: int, divisor_path: str, divisor: int) -> Found:
         yield Violation(divisor_path, divisor, message, f"possible: {', '.join(map(str, sorted(near)))}")
 
 
-def is_scored(path: str, metric: str, verifiers: Sequence[str]) -> Found:
-    """`metric` must be the reward or one of the verifiers that run."""
-    names = ("reward", *verifiers)
+def is_scored(path: str, metric: str, scorers: Sequence[str]) -> Found:
+    """`metric` must be the reward or one of what scores: verifiers that run, or the reward model."""
+    names = ("reward", *scorers)
     if metric not in names:
-        message = f"is neither reward nor in verifier_function = {list(verifiers)!r}"
+        verifiers = [name for name in scorers if name != REWARD_MODEL]
+        message = f"is neither reward nor in verifier_function = {verifiers!r}"
         yield Violation(path, metric, message, nearest(metric, names))
 
 

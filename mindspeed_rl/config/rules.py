@@ -20,11 +20,12 @@ from mindspeed_rl.config import (  # noqa: F401  # their rules register themselv
     rules_devices,
     rules_experts,
     rules_profiler,
+    rules_reward_model,
     rules_rollout,
     rules_validation,
 )
 from mindspeed_rl.config.files import actor_path, checkpoint_model, resolve_model, touches
-from mindspeed_rl.config.layout import model_parallel, pipeline_chunks
+from mindspeed_rl.config.layout import model_parallel, pipeline_chunks, scorers
 from mindspeed_rl.config.model import ModelConfig
 from mindspeed_rl.config.rule import CP, FORWARD_SIZES, PP, RULES, TP, WORLD, Found, Rule, divides, nearest, rule
 from mindspeed_rl.config.rules_memory import plan_fits_device
@@ -49,7 +50,7 @@ _LONGEST_NAME = 200  # file systems end at 255 bytes
 _MAX_TOKENS = "generate_config.sampling_config.max_tokens"
 _DYNAMIC, _PACKING = "rl_config.use_dynamic_bsz", "rl_config.max_packing_token_size"
 _FORWARD_SIZES = tuple(f"rl_config.{key}" for key in FORWARD_SIZES)
-_TRAINING = ("megatron_training", "actor_config", "critic_config")
+_MICRO_BATCHES = ("megatron_training", "actor_config", "critic_config", "reward_config")
 
 
 def check(cfg: Config, broken: Sequence[str] = ()) -> list[Violation]:
@@ -203,10 +204,10 @@ def packing_size_holds_a_sequence(cfg: Config) -> Found:
         yield from _fits(cfg, _PACKING, cfg.rl_config.max_packing_token_size)
 
 
-@rule(_DYNAMIC, "actor.micro_batch_size", "critic_config", *_FORWARD_SIZES)
+@rule(_DYNAMIC, "actor.micro_batch_size", "critic_config", "reward_config.micro_batch_size", *_FORWARD_SIZES)
 def micro_batch_sizes_are_used(cfg: Config) -> Found:
     """With token-capped micro-batches nothing reads a number of sequences, so none may be set."""
-    for path in (*(f"{section}.micro_batch_size" for section in _TRAINING), *_FORWARD_SIZES):
+    for path in (*(f"{section}.micro_batch_size" for section in _MICRO_BATCHES), *_FORWARD_SIZES):
         section, _, key = path.partition(".")
         values = getattr(cfg, section)
         if cfg.rl_config.use_dynamic_bsz and key in values.model_fields_set:
@@ -345,29 +346,36 @@ def verifiers_are_known(cfg: Config) -> Found:
 @rule("rl_config.verifier_function", "rl_config.rule_reward")
 def verifiers_are_given_once(cfg: Config) -> Found:
     names = cfg.rl_config.verifier_function
-    if not names:
+    if cfg.rl_config.rule_reward and not names:
         message = "rule_reward: true needs at least one verifier"
-        yield Violation("rl_config.verifier_function", names, message, "for example [math_verify]")
+        hint = "for example [math_verify]; or rule_reward: false with a reward model, reward_config.load"
+        yield Violation("rl_config.verifier_function", names, message, hint)
     elif len(set(names)) < len(names):
         hint = "name it once and give it the sum of the weights"
         yield Violation("rl_config.verifier_function", names, "names a verifier twice", hint)
 
 
-@rule("rl_config.verifier_function", "rl_config.verifier_weight")
+@rule("rl_config.verifier_function", "rl_config.verifier_weight", "rl_config.rule_reward")
 def one_weight_per_verifier(cfg: Config) -> Found:
     names, weights = cfg.rl_config.verifier_function, cfg.rl_config.verifier_weight
-    if len(names) != len(weights):
+    if cfg.rl_config.rule_reward and len(names) != len(weights):
         message = f"has {len(weights)} weights for {len(names)} verifiers, rl_config.verifier_function = {names!r}"
         yield Violation("rl_config.verifier_weight", weights, message, f"for example {[1.0] * len(names)}")
 
 
-@rule("rl_config.verifier_function", "rl_config.source_verifier_weight", "rl_config.filter_groups_metric")
+@rule(
+    "rl_config.verifier_function",
+    "rl_config.source_verifier_weight",
+    "rl_config.filter_groups_metric",
+    "rl_config.rule_reward",
+    "reward_config.load",
+)
 def sources_weigh_verifiers_that_run(cfg: Config) -> Found:
-    names, metrics = cfg.rl_config.verifier_function, (cfg.rl_config.filter_groups_metric, cfg.rl_config.val_metric)
+    names, metrics = scorers(cfg), (cfg.rl_config.filter_groups_metric, cfg.rl_config.val_metric)
     for source, weights in cfg.rl_config.source_verifier_weight.items():
         path = f"rl_config.source_verifier_weight.{source}"
         if not any(weights.values()):
-            yield Violation(path, weights, "gives no verifier a weight", f"for example {{{names[0]}: 1.0}}")
+            yield Violation(path, weights, "gives no verifier a weight", f"for example {{{(*names, '…')[0]}: 1.0}}")
         for name, weight in weights.items():
             if name not in names:
                 yield Violation(f"{path}.{name}", weight, "is not in verifier_function", nearest(name, names))
@@ -380,7 +388,7 @@ def sources_weigh_verifiers_that_run(cfg: Config) -> Found:
 @rule("rl_config.verifier_function", "rl_config.custom_reward_function")
 def custom_reward_is_complete(cfg: Config) -> Found:
     custom, path = cfg.rl_config.custom_reward_function, "rl_config.custom_reward_function"
-    if "custom" in cfg.rl_config.verifier_function and custom is None:
+    if cfg.rl_config.rule_reward and "custom" in cfg.rl_config.verifier_function and custom is None:
         hint = "set it to {path: my_reward.py, name: compute_score}"
         yield Violation(path, None, "the verifier `custom` needs a file and a function name", hint)
     if "custom" not in cfg.rl_config.verifier_function and custom is not None:
@@ -442,4 +450,3 @@ _LATER = "not supported by this version"
 _refuse("generate_config.infer_pipeline_parallel_size", 1, _LATER)
 _refuse("generate_config.num_scheduler_steps", 1, "vLLM's V1 engine schedules at every step and has no such setting")
 _refuse("rl_config.use_remove_padding", True, "training input is always packed, without padding")
-_refuse("rl_config.rule_reward", True, f"{_LATER}: reward models are not built, rewards come from rules")

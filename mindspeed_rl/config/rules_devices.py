@@ -13,7 +13,13 @@ LAYER_LIST, NOOP = "actor.num_layer_list", "actor.noop_layers"
 CP_ALGO = "actor.context_parallel_algo"
 VPP = "actor.num_layers_per_virtual_pipeline_stage"
 INTEGRATED, ROLLOUT_RESOURCE = "rl_config.use_integrated_worker", "rl_config.rollout_resource"
-OFFLOADS = ("offload_train_optimizer", "offload_train_grad", "offload_train_param", "offload_reference")
+OFFLOADS = (
+    "offload_train_optimizer",
+    "offload_train_grad",
+    "offload_train_param",
+    "offload_reference",
+    "offload_reward_model",
+)
 
 
 @rule(WORLD, TP, CP, PP)

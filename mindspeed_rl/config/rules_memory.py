@@ -7,14 +7,20 @@ from typing import Any
 
 from mindspeed_rl.common.errors import Violation
 from mindspeed_rl.config.files import actor_path
-from mindspeed_rl.config.layout import derive_layout, uses_full_kl
+from mindspeed_rl.config.layout import derive_layout, uses_full_kl, uses_reward_model
 from mindspeed_rl.config.memory import GIB, MemoryEstimate, estimate_memory
 from mindspeed_rl.config.model import ModelConfig
 from mindspeed_rl.config.rule import FORWARD_SIZES, INFER_TP, Found
 from mindspeed_rl.config.schema import Config
 
 LIMIT = "device_memory_gib"
-OFFLOADS = ("offload_train_optimizer", "offload_train_grad", "offload_train_param", "offload_reference")
+OFFLOADS = (
+    "offload_train_optimizer",
+    "offload_train_grad",
+    "offload_train_param",
+    "offload_reference",
+    "offload_reward_model",
+)
 Parts = dict[str, float]  # bytes, by what takes them
 Need = Callable[[Config, MemoryEstimate], tuple[Parts, float]]  # and how many there are for them
 LEAST_BUCKET_MB = 16.0
@@ -75,8 +81,10 @@ def _for_rollout(cfg: Config, memory: MemoryEstimate) -> float:
 
 
 def _update(cfg: Config, memory: MemoryEstimate) -> tuple[Parts, float]:
-    may_leave = cfg.generate_config.offload_reference and cfg.rl_config.use_integrated_worker
-    asleep = _for_rollout(cfg, memory) if cfg.device == "cpu" and cfg.rl_config.use_integrated_worker else 0
+    generate, integrated = cfg.generate_config, cfg.rl_config.use_integrated_worker
+    asleep = _for_rollout(cfg, memory) if cfg.device == "cpu" and integrated else 0
+    reference_stays = uses_full_kl(cfg) or not (generate.offload_reference and integrated)
+    reward_model_stays = not (generate.offload_reward_model and integrated)
     parts = {
         "weights": memory.weights,
         "gradients": memory.gradients,
@@ -84,7 +92,8 @@ def _update(cfg: Config, memory: MemoryEstimate) -> tuple[Parts, float]:
         "critic": memory.critic,
         "activations": memory.activations,
         "logits": memory.logits,
-        "reference": memory.reference if uses_full_kl(cfg) or not may_leave else 0,
+        "reference": memory.reference if reference_stays else 0,
+        "reward model": memory.reward_model if reward_model_stays else 0,
         "rollout, which cannot sleep": asleep,
     }
     return parts, _limit(cfg)
@@ -104,7 +113,7 @@ def _scoring(cfg: Config, memory: MemoryEstimate) -> tuple[Parts, float]:
     integrated = cfg.rl_config.use_integrated_worker
     stays = memory.training_kept
     if not integrated:
-        stays = memory.weights + memory.gradients + memory.optimizer + memory.critic + memory.reference
+        stays = memory.weights + memory.gradients + memory.optimizer + memory.critic + memory.frozen
     parts = {
         "training state that stays": stays,
         "a pass, and weights that come for it": memory.scoring,
@@ -123,7 +132,7 @@ def _resharding(cfg: Config, memory: MemoryEstimate) -> tuple[Parts, float]:
     generate, integrated = cfg.generate_config, cfg.rl_config.use_integrated_worker
     stays = memory.training_kept - (0 if generate.offload_train_param else memory.weights)
     if not integrated:
-        stays = memory.gradients + memory.optimizer + memory.critic + memory.reference
+        stays = memory.gradients + memory.optimizer + memory.critic + memory.frozen
     rollout = _for_rollout(cfg, memory) if cfg.device == "cpu" else memory.rollout_weights
     parts = {
         "training weights": memory.weights,
@@ -147,7 +156,7 @@ def _changes(cfg: Config) -> Iterator[tuple[str, Any, Config]]:
     """Key, value and outcome of single changes that save memory, those first that cost little."""
     generate, actor = cfg.generate_config, cfg.actor
     for key in OFFLOADS:
-        if not getattr(generate, key):
+        if not getattr(generate, key) and (key != "offload_reward_model" or uses_reward_model(cfg)):
             yield f"generate_config.{key}", "true", with_generation(cfg, **{key: True})
     if not actor.use_distributed_optimizer:
         changed = with_training(cfg, use_distributed_optimizer=True)
@@ -198,5 +207,6 @@ def with_training(cfg: Config, **values: Any) -> Config:
     """With other values for the actor."""
     changed = cfg.model_copy()
     changed.__dict__["actor"] = cfg.actor.model_copy(update=values)  # what is derived from two sections, and cached
-    changed.__dict__.pop("critic", None)  # derived from that
+    for derived in ("critic", "reward_model"):
+        changed.__dict__.pop(derived, None)
     return changed

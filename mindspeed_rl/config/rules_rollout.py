@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mindspeed_rl.common.errors import Violation
-from mindspeed_rl.config.layout import prompts_in_generation, uses_greedy_baseline
+from mindspeed_rl.config.layout import prompts_in_generation, scorers, uses_greedy_baseline
 from mindspeed_rl.config.rule import Found, is_scored, rule
 from mindspeed_rl.config.schema import Config
 
@@ -119,8 +119,14 @@ def filtered_groups_can_differ(cfg: Config) -> Found:
         yield Violation("rl_config.filter_groups_enable", True, message, "set n_samples_per_prompt above 1, or false")
 
 
-@rule("rl_config.filter_groups_enable", "rl_config.filter_groups_metric", "rl_config.verifier_function")
+@rule(
+    "rl_config.filter_groups_enable",
+    "rl_config.filter_groups_metric",
+    "rl_config.verifier_function",
+    "rl_config.rule_reward",
+    "reward_config.load",
+)
 def filter_metric_is_known(cfg: Config) -> Found:
     rl = cfg.rl_config
     if rl.filter_groups_enable:
-        yield from is_scored("rl_config.filter_groups_metric", rl.filter_groups_metric, rl.verifier_function)
+        yield from is_scored("rl_config.filter_groups_metric", rl.filter_groups_metric, scorers(cfg))

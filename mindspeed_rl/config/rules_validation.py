@@ -39,9 +39,10 @@ def validation_keys_are_used(cfg: Config) -> Found:
             yield Violation(path, value, "has no effect without val_data_path", "set that, or remove it")
 
 
-@rule("rl_config.val_metric", "rl_config.verifier_function")
+@rule("rl_config.val_metric", "rl_config.verifier_function", "rl_config.rule_reward")
 def validation_goes_by_what_is_scored(cfg: Config) -> Found:
-    yield from is_scored("rl_config.val_metric", cfg.rl_config.val_metric, cfg.rl_config.verifier_function)
+    verifiers = cfg.rl_config.verifier_function if cfg.rl_config.rule_reward else []
+    yield from is_scored("rl_config.val_metric", cfg.rl_config.val_metric, verifiers)
 
 
 @rule("rl_config.test_freq", "rl_config.staleness")

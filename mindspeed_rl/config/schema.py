@@ -19,6 +19,7 @@ from mindspeed_rl.config.environment import DETERMINISTIC, RuntimeEnvConfig
 from mindspeed_rl.config.generate import GenerateConfig
 from mindspeed_rl.config.model import ModelConfig
 from mindspeed_rl.config.reward import RewardConfig
+from mindspeed_rl.config.reward_model import RewardModelConfig
 from mindspeed_rl.config.section import (
     Count,
     Decay,
@@ -250,7 +251,8 @@ class RLConfig(AlgorithmConfig, RewardConfig, ValidationConfig):
         "carried over to the next iteration",
     )
     filter_groups_metric: str = Field(
-        "reward", description="with `filter_groups_enable`: `reward`, or a verifier of verifier_function"
+        "reward",
+        description="with `filter_groups_enable`: `reward`, a verifier of verifier_function, or `reward_model`",
     )
     filter_groups_max_batches: Count = Field(
         4,
@@ -303,6 +305,9 @@ class Config(Section):
     critic_config: MegatronConfig = Field(
         MegatronConfig(), description="with ray_ppo: what differs for the critic, which shares the actor's devices"
     )
+    reward_config: RewardModelConfig = Field(
+        RewardModelConfig(), description="a reward model, which shares the actor's devices"
+    )
     rl_config: RLConfig = Field(RLConfig(), description="algorithm, rewards, resources and logging")
     generate_config: GenerateConfig = Field(GenerateConfig(), description="rollout engine and sampling")
     model: dict[str, ModelConfig] = Field({}, description="model presets, filled by `defaults: - model: <preset>`")
@@ -334,6 +339,14 @@ class Config(Section):
     def critic(self) -> MegatronConfig:
         """`actor` overlaid with the keys that `critic_config` sets."""
         return _overlaid(self.actor, self.critic_config)
+
+    @cached_property
+    def reward_model(self) -> MegatronConfig:
+        """The actor's layout and precision for a reward model, whose layers pipeline stages share evenly."""
+        recompute = ("recompute_granularity", "recompute_method", "recompute_num_layers")
+        changes: dict[str, Any] = dict.fromkeys(("num_layer_list", "noop_layers", *recompute))
+        changes["seq_length"] = self.reward_config.max_length or self.actor.seq_length
+        return self.actor.model_copy(update=changes)
 
     @property
     def longest_sequence(self) -> int:

@@ -22,6 +22,7 @@ from mindspeed_rl.data.custom import custom_records
 from mindspeed_rl.data.records import Record, find_files, read_records
 
 TOKENISE_AT_ONCE = 1024  # rows
+Messages = Sequence[dict[str, str]]  # each with role and content
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,8 @@ class PromptSample:
         label: the reference answer.
         data_source: the row's `data_source`, or the file's name without suffix.
         extra: the row's `extra`, for verifiers.
+        chat: the messages that the chat template made the text of, whole also where the text was shortened; none
+            where there was no template.
     """
 
     prompt_ids: list[int]
@@ -41,6 +44,12 @@ class PromptSample:
     label: str
     data_source: str
     extra: dict[str, Any] = field(default_factory=dict)
+    chat: Messages = ()
+
+    @property
+    def messages(self) -> Messages:
+        """The prompt as a chat."""
+        return self.chat or [{"role": "user", "content": self.prompt_text}]
 
 
 class PromptDataset:
@@ -64,7 +73,7 @@ class PromptDataset:
     def __getitem__(self, index: int) -> PromptSample:
         row = self._rows[index]
         first, end = self._bounds[index % len(self)], self._bounds[index % len(self) + 1]
-        return PromptSample(self._ids[first:end].tolist(), row.text, row.label, row.data_source, row.extra)
+        return PromptSample(self._ids[first:end].tolist(), row.text, row.label, row.data_source, row.extra, row.chat)
 
     @property
     def sources(self) -> set[str]:
@@ -84,6 +93,7 @@ _NOTHING = np.empty(0, dtype=np.int32)
 class _Row:
     where: str
     text: str
+    chat: Messages
     label: str
     data_source: str
     extra: dict[str, Any]
@@ -179,8 +189,8 @@ class _Encoder:
 
     def _read(self, record: Record, file_source: str) -> _Row:
         prompt = record.require(self.actor.prompt_key, "prompt_key")
-        text = _prompt_text(prompt, record, self.actor, self.tokenizer, self.template)
-        return _Row(record.where, text, *_labels(record, file_source, self.actor), _NOTHING)
+        text, chat = _prompt_text(prompt, record, self.actor, self.tokenizer, self.template)
+        return _Row(record.where, text, chat, *_labels(record, file_source, self.actor), _NOTHING)
 
 
 def _labels(record: Record, file_source: str, actor: MegatronConfig) -> tuple[str, str, dict[str, Any]]:
@@ -234,7 +244,8 @@ def _encoded(encode: _Encoder, records: Iterator[tuple[Record, str]], workers: i
 
 def _prompt_text(
     prompt: Any, record: Record, actor: MegatronConfig, tokenizer: PreTrainedTokenizerBase, template: str | None
-) -> str:
+) -> tuple[str, Messages]:
+    """And the messages that it was made of, if there were any."""
     where = f"{record.where}: prompt_key = {actor.prompt_key!r}"
     is_chat = isinstance(prompt, list) and all(
         isinstance(message, dict) and isinstance(message.get("role"), str) and isinstance(message.get("content"), str)
@@ -245,7 +256,7 @@ def _prompt_text(
     if not actor.apply_chat_template:
         if is_chat:
             raise DataError(f"{where}: holds chat messages; set apply_chat_template: true")
-        return prompt
+        return prompt, ()
     messages = prompt if is_chat else [{"role": "user", "content": prompt}]
     if actor.system_prompt is not None:
         others = [message for message in messages if message["role"] != "system"]
@@ -261,7 +272,7 @@ def _prompt_text(
     except TemplateError as error:  # templates refuse what they do not know, such as a system message
         raise DataError(f"{where}: the chat template refuses it: {error}") from error
     assert isinstance(text, str)
-    return text
+    return text, messages
 
 
 def _extra(record: Record) -> dict[str, Any]:

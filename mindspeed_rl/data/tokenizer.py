@@ -8,25 +8,32 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from mindspeed_rl.common.errors import DataError
 from mindspeed_rl.config.model import ModelConfig
+from mindspeed_rl.config.schema import Config
 
 
 def load_tokenizer(
-    path: str | Path, trust_remote_code: bool = False, use_fast: bool = True
+    path: str | Path, trust_remote_code: bool = False, use_fast: bool = True, key: str = "tokenizer_name_or_path"
 ) -> PreTrainedTokenizerBase:
-    """Tokenizer of a Hugging Face folder; nothing is fetched from a network.
+    """Tokenizer of a Hugging Face folder; nothing is fetched from a network. Messages call what names it `key`.
 
     Raises:
         DataError: the folder is missing, holds no tokenizer, or a corrupt one.
     """
     if not Path(path).is_dir():
-        raise DataError(f"tokenizer_name_or_path = {str(path)!r}: no such folder")
+        raise DataError(f"{key} = {str(path)!r}: no such folder")
     try:
         return AutoTokenizer.from_pretrained(
             str(path), trust_remote_code=trust_remote_code, use_fast=use_fast, local_files_only=True
         )
     except (OSError, ValueError, KeyError, TypeError) as error:
         summary = str(error).strip().split("\n")[0]
-        raise DataError(f"tokenizer_name_or_path = {str(path)!r}: cannot be loaded: {summary}") from error
+        raise DataError(f"{key} = {str(path)!r}: cannot be loaded: {summary}") from error
+
+
+def actor_tokenizer(config: Config, hf_folder: str) -> PreTrainedTokenizerBase:
+    """The actor's: of the folder that the configuration names, else that of its model."""
+    path, trust = config.actor.tokenizer_name_or_path or hf_folder, config.generate_config.trust_remote_code
+    return load_tokenizer(path, trust, config.actor.use_fast_tokenizer)
 
 
 def check_tokenizer(tokenizer: PreTrainedTokenizerBase, model: ModelConfig) -> None:

@@ -132,6 +132,23 @@ class TrainingEngine(Protocol):
         """Restore the generators' state, or if there is none because it was of another layout, seed them anew."""
 
 
+class RewardEngine(Protocol):
+    """A reward model on this rank's shard of the training layout. It is never trained."""
+
+    def rewards(self, sequences: Sequence[torch.Tensor], micro_batches: Partition) -> torch.Tensor | None:
+        """Of sequences, B x [length] int64, what is in the value of each one's last token.
+
+        Returns:
+            [B] float32 on the host, in their order; None off the output rank.
+        """
+
+    def offload(self) -> None:
+        """Move the weights off the device; a no-op if they are away."""
+
+    def onload(self) -> None:
+        """Bring them back; a no-op if they are not away."""
+
+
 class GenerationEngine(Protocol):
     """Rollout on this rank's shard of the generation layout."""
 

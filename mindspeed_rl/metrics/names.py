@@ -27,7 +27,9 @@ METRICS: dict[str, MetricInfo] = {
     "reward/max": MetricInfo("max", "", "weighted reward, over scored samples", "grpo/score/max"),
     "reward/min": MetricInfo("min", "", "weighted reward, over scored samples", "grpo/score/min"),
     "reward/std": MetricInfo("std", "", "weighted reward, over scored samples"),
-    "{verifier}_rewards/mean": MetricInfo("mean", "", "one verifier's score, over the samples it scored"),
+    "{verifier}_rewards/mean": MetricInfo(
+        "mean", "", "score of one verifier, or of the `reward_model`, where it gave one"
+    ),
     "{verifier}_rewards/{status}": MetricInfo("sum", "samples", "one verifier's calls that ended so: ok, timeout, …"),
     "reward/source/{source}": MetricInfo("mean", "", "weighted reward, over one data source's scored samples"),
     "reward_status/{status}": MetricInfo("sum", "samples", "all verifiers' calls that ended so"),
@@ -102,6 +104,7 @@ METRICS: dict[str, MetricInfo] = {
     "timing/all": MetricInfo("max", "s", "the whole step"),
     "timing/rollout": MetricInfo("max", "s", "generation"),
     "timing/rule_reward": MetricInfo("max", "s", "scoring"),
+    "timing/reward_model": MetricInfo("max", "s", "scores of the reward model"),
     "timing/reference_model": MetricInfo("max", "s", "reference log-probs"),
     "timing/old_log_p": MetricInfo("max", "s", "old log-probs"),
     "timing/values": MetricInfo("max", "s", "values of the critic"),

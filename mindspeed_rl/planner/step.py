@@ -159,7 +159,7 @@ class _DecodeStep:
 def rewards_seconds(cfg: Config, layout: Layout, work: Work) -> float:
     """Of all responses, in `verifier_parallel` processes."""
     rl = cfg.rl_config
-    return layout.sequences_per_iteration * work.reward_seconds * len(rl.verifier_function) / rl.verifier_parallel
+    return layout.sequences_per_iteration * work.reward_seconds * len(rl.verifiers) / rl.verifier_parallel
 
 
 # ---- training ----------------------------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ from pebble import ProcessExpired, ProcessPool
 
 from mindspeed_rl.common.errors import ConfigError, Violation
 from mindspeed_rl.common.metric import MetricSet
+from mindspeed_rl.config.reward import REWARD_MODEL
 from mindspeed_rl.config.schema import RLConfig
 from mindspeed_rl.rewards.verifiers import RewardSample
 from mindspeed_rl.rewards.worker import Outcome, Status, VerifierSpec, load_errors, score_chunk, start
@@ -46,8 +47,8 @@ class RewardResult:
         values: verifier name -> [B] values, NaN where the verifier failed.
         statuses: verifier name -> [B] statuses.
         messages: verifier name -> {sample index: why it failed}.
-        total: [B] `reward_scale` times the sum of weight x value over verifiers; NaN where one with a weight other
-            than 0 failed.
+        total: [B] `reward_scale` times the sum of weight x value over verifiers and reward model; NaN where one with
+            a weight other than 0 failed.
         failed: [B] true where `total` is NaN; such samples take no part in training.
     """
 
@@ -100,14 +101,14 @@ class RewardManager:
     """
 
     def __init__(self, rl: RLConfig):
-        self._weights = dict(zip(rl.verifier_function, rl.verifier_weight, strict=True))
+        self._weights = {**rl.verifiers, REWARD_MODEL: rl.reward_model_weight}
         self._source_weights, self._scale = rl.source_verifier_weight, rl.reward_scale
         custom = rl.custom_reward_function
         self._specs = [
             VerifierSpec(name, str(Path(custom.path).resolve()), custom.name)
             if name == CUSTOM and custom is not None
             else VerifierSpec(name)
-            for name in rl.verifier_function
+            for name in rl.verifiers
         ]
         self._processes = rl.verifier_parallel
         self._timeout = rl.verifier_timeout
@@ -115,21 +116,31 @@ class RewardManager:
         self._call_deadline = rl.stage_timeout_minutes * 60 / 2
         self._pool = self._new_pool()
         try:
-            self._check_loaded()
+            if self._specs:
+                self._check_loaded()
         except ConfigError:
             self.close()
             raise
 
-    def score(self, samples: list[RewardSample]) -> RewardResult:
+    def score(self, samples: list[RewardSample], scores: Sequence[float] | None = None) -> RewardResult:
         """Score every sample with every verifier.
+
+        scores: [B] a reward model's, which count like a verifier's; NaN: it has none. None: rules alone count.
 
         Returns within half of `stage_timeout_minutes`, with status timeout for what was not scored by then.
         """
         not_reached = Outcome(Status.TIMEOUT, message="not reached before the deadline of the whole call")
-        weights = [self._source_weights.get(sample.source, self._weights) for sample in samples]
-        outcomes = {
-            spec.name: [not_reached if spec.name in wanted else SKIPPED for wanted in weights] for spec in self._specs
-        }
+        names = [spec.name for spec in self._specs] + ([] if scores is None else [REWARD_MODEL])
+        weights = [
+            {name: of_source[name] for name in names if name in of_source}
+            for of_source in (self._source_weights.get(sample.source, self._weights) for sample in samples)
+        ]
+        outcomes = {name: [not_reached if name in wanted else SKIPPED for wanted in weights] for name in names}
+        if scores is not None:
+            outcomes[REWARD_MODEL] = [
+                _of_model(score) if REWARD_MODEL in wanted else SKIPPED
+                for score, wanted in zip(scores, weights, strict=True)
+            ]
         deadline = time.monotonic() + self._call_deadline
         tasks = self._chunks(weights)
         while tasks and time.monotonic() < deadline:
@@ -165,7 +176,10 @@ class RewardManager:
                 for spec in self._specs
                 if (message := errors.get(spec.name))
             ]
-            raise ConfigError(violations or [Violation("rl_config.verifier_function", [*self._weights], str(errors))])
+            raise ConfigError(
+                violations
+                or [Violation("rl_config.verifier_function", [each.name for each in self._specs], str(errors))]
+            )
 
     def _chunks(self, weights: Sequence[Mapping[str, float]]) -> list[_Task]:
         count = len(weights)
@@ -244,6 +258,12 @@ class RewardManager:
             total=total,
             failed=[math.isnan(value) for value in total],
         )
+
+
+def _of_model(score: float) -> Outcome:
+    if math.isfinite(score):
+        return Outcome(Status.OK, score)
+    return Outcome(Status.NAN, message="no finite score, or more tokens than reward_config.max_length")
 
 
 _main_lock = threading.Lock()

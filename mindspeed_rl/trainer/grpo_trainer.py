@@ -126,7 +126,7 @@ class GRPOTrainer:
 
     def _start_samples(self, iteration: int, wave: int = 0) -> list[Any]:
         rewards = [] if self.rl.blocking else [self._start_rewards(iteration)]
-        return rewards + self.fleet.generate(iteration, wave)
+        return rewards + self.fleet.generate(iteration, wave) + self.fleet.reward(iteration)
 
     def _finish_samples(self, samples: list[Any], report: StepReport) -> None:
         report.add(self.watch.wait(samples))

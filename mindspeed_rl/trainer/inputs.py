@@ -20,14 +20,22 @@ from mindspeed_rl.checkpoint.hf import HFWeights, is_hf_folder
 from mindspeed_rl.checkpoint.state import CheckpointReader, CheckpointStore
 from mindspeed_rl.common.errors import CheckpointError, ConfigError, Violation
 from mindspeed_rl.config.algorithm import FULL_KL
-from mindspeed_rl.config.files import HF_FOLDER, actor_path, resolve_model
-from mindspeed_rl.config.layout import Layout, derive_layout, shares_critic, uses_critic, uses_greedy_baseline
+from mindspeed_rl.config.files import HF_FOLDER, actor_path, resolve_model, resolve_reward_model
+from mindspeed_rl.config.layout import (
+    Layout,
+    derive_layout,
+    shares_critic,
+    uses_critic,
+    uses_greedy_baseline,
+    uses_reward_model,
+)
 from mindspeed_rl.config.model import ModelConfig
 from mindspeed_rl.config.rule import nearest
 from mindspeed_rl.config.schema import Config, RLConfig
-from mindspeed_rl.data.prompts import PromptDataset, load_prompts
+from mindspeed_rl.data.prompts import PromptDataset, PromptSample, load_prompts
+from mindspeed_rl.data.reward_inputs import RewardInputs
 from mindspeed_rl.data.sampler import PromptSampler
-from mindspeed_rl.data.tokenizer import check_tokenizer, load_tokenizer
+from mindspeed_rl.data.tokenizer import actor_tokenizer, check_tokenizer
 from mindspeed_rl.resharding.names import check_hf_names
 from mindspeed_rl.resharding.tables import VALUE_HEAD_NAME
 from mindspeed_rl.rewards.manager import RewardManager
@@ -70,10 +78,11 @@ def prepare(config: Config) -> Inputs:
         check_hf_names(model, names)
     RewardManager(config.rl_config).close()  # verifiers load, or say why not
     _check_algorithms(config.rl_config)
-    trust = config.generate_config.trust_remote_code
-    tokenizer = load_tokenizer(actor.tokenizer_name_or_path or source.hf_folder, trust, actor.use_fast_tokenizer)
+    tokenizer = actor_tokenizer(config, source.hf_folder)
     check_tokenizer(tokenizer, model)
     dataset = load_prompts(actor, config.rl_config, tokenizer)
+    if uses_reward_model(config):
+        _check_reward_model(config, tokenizer, dataset[0])
     validation = validation_prompts(config, tokenizer)
     _check_sources(config.rl_config, [dataset, *([validation] if validation else [])])
     order = actor.seed if actor.data_seed is None else actor.data_seed
@@ -125,6 +134,26 @@ def _critic_weights(config: Config, model: ModelConfig) -> str:
     return load
 
 
+def _check_reward_model(config: Config, tokenizer: PreTrainedTokenizerBase, sample: PromptSample) -> None:
+    """Its weights are complete, head included, and it can read a prompt of the data."""
+    key, load = "reward_config.load", config.reward_config.load or ""
+    shape = resolve_reward_model(config)
+    if shape is None:
+        raise ConfigError([Violation(key, load, "no such folder with a config.json")])
+    weights = HFWeights(load)
+    if VALUE_HEAD_NAME not in weights.names:
+        message = f"has no {VALUE_HEAD_NAME}: a reward model is a sequence classification with one label"
+        raise ConfigError([Violation(key, load, message, "train one first, as examples/make_reward_model.py does")])
+    head = list(weights.slice(VALUE_HEAD_NAME).get_shape())
+    if head != [1, shape.hidden_size]:
+        message = f"{VALUE_HEAD_NAME} has the shape {head}, expected {[1, shape.hidden_size]}: one label"
+        raise ConfigError([Violation(key, load, message)])
+    check_hf_names(shape, weights.names)
+    inputs = RewardInputs(config, tokenizer)
+    if not inputs.as_generated:
+        inputs.tokenised(sample, "")
+
+
 def _check_algorithms(rl: RLConfig) -> None:
     """Names that a user's file registers are known from now on; others are not."""
     load_custom_algorithms(rl.custom_algorithm_file)
@@ -158,8 +187,10 @@ def generation_keys(config: Config) -> dict[str, Any]:
         "use_kl_in_reward",
     )
     of_rewards = (  # which surplus groups bring along
+        "rule_reward",
         "verifier_function",
         "verifier_weight",
+        "reward_model_weight",
         "source_verifier_weight",
         "reward_scale",
         "filter_groups_metric",
@@ -170,6 +201,7 @@ def generation_keys(config: Config) -> dict[str, Any]:
     return {
         **{f"rl_config.{name}": getattr(rl, name) for name in names},
         **{f"rl_config.{name}": getattr(rl, name) for name in of_rewards if rl.filter_groups_enable},
+        **({"reward_config.load": config.reward_config.load} if rl.filter_groups_enable else {}),
         actor_path(config, "global_batch_size"): config.actor.global_batch_size,
         "rl_config.init_kl_coef": rl.init_kl_coef > 0,
         "rl_config.adv_estimator": rl.adv_estimator if uses_greedy_baseline(config) else None,

@@ -7,8 +7,15 @@ from typing import Any, Protocol
 
 import ray
 
-from mindspeed_rl.config.layout import Layout, scored_stages, scores_while_generating
+from mindspeed_rl.config.layout import (
+    Layout,
+    scores_before_rewards,
+    scores_while_generating,
+    stages_beside_rewards,
+    uses_reward_model,
+)
 from mindspeed_rl.config.model import ModelConfig
+from mindspeed_rl.config.reward import REWARD_MODEL
 from mindspeed_rl.config.schema import Config
 from mindspeed_rl.device.base import Device
 from mindspeed_rl.transfer_dock.spec import TransferDock
@@ -43,8 +50,11 @@ class Fleet(Protocol):
     def generate(self, iteration: int, wave: int = 0) -> Futures:
         """Start the iteration's generation, or that of a wave, with what is to be done on its devices meanwhile."""
 
+    def reward(self, iteration: int) -> Futures:
+        """Start the reward model's scores, if rewards are waited for before `score`."""
+
     def score(self, iteration: int) -> Futures:
-        """Start the log-probs that the update needs, unless `generate` has started them."""
+        """Start the log-probs that the update needs, and else the reward model's scores, unless `generate` does."""
 
     def update(self, iteration: int, kl_coef: float) -> Futures:
         """Start the iteration's optimizer steps."""
@@ -65,6 +75,12 @@ def make_fleet(config: Config, layout: Layout, model: ModelConfig, device: Devic
     return kind(config, layout, model, device, log_folder)
 
 
+def _start_rewards(workers: WorkerGroup, config: Config, iteration: int) -> Futures:
+    if not scores_before_rewards(config):
+        return []
+    return workers.start("reward model", iteration + 1, "score", iteration, (REWARD_MODEL,))
+
+
 class IntegratedFleet:
     """Every device trains and generates, in turn. See `Fleet`."""
 
@@ -79,7 +95,10 @@ class IntegratedFleet:
         self.watch.wait(futures, self.config.rl_config.start_timeout_minutes)
 
     def sync_weights(self, version: int) -> list[WorkerReport]:
-        return self.watch.wait(self.workers.start("resharding_to_infer", version + 1, "enter_rollout", version))
+        return self.watch.wait(self._enter_rollout(version))
+
+    def _enter_rollout(self, version: int) -> Futures:
+        return self.workers.start("resharding_to_infer", version + 1, "enter_rollout", version)
 
     def validate(self, iteration: int, prompts: ray.ObjectRef) -> list[list[list[list[int]]]]:
         self.sync_weights(iteration)
@@ -87,13 +106,19 @@ class IntegratedFleet:
 
     def generate(self, iteration: int, wave: int = 0) -> Futures:
         if not scores_while_generating(self.config):
-            return self.workers.start("rollout", iteration + 1, "generate", iteration, wave)
+            # the reward model took the engine's place after the wave before
+            again = self._enter_rollout(iteration) if wave and uses_reward_model(self.config) else []
+            return again + self.workers.start("rollout", iteration + 1, "generate", iteration, wave)
         return self.workers.start("rollout and scoring", iteration + 1, "generate_and_score", iteration)
+
+    def reward(self, iteration: int) -> Futures:
+        return _start_rewards(self.workers, self.config, iteration)
 
     def score(self, iteration: int) -> Futures:
         if scores_while_generating(self.config):
             return []
-        return self.workers.start("scoring", iteration + 1, "score", iteration)
+        stages = stages_beside_rewards(self.config)
+        return self.workers.start("scoring", iteration + 1, "score", iteration, stages)
 
     def update(self, iteration: int, kl_coef: float) -> Futures:
         return self.workers.start("update", iteration + 1, "update", iteration, kl_coef)
@@ -139,10 +164,14 @@ class SeparateFleet:
     def generate(self, iteration: int, wave: int = 0) -> Futures:
         return self.rollout.start("rollout", iteration + 1, "generate", iteration, wave)
 
+    def reward(self, iteration: int) -> Futures:
+        return _start_rewards(self.training, self.config, iteration)
+
     def score(self, iteration: int) -> Futures:
-        if not scored_stages(self.config):
+        stages = stages_beside_rewards(self.config)
+        if not stages:
             return []
-        return self.training.start("scoring", iteration + 1, "score", iteration)
+        return self.training.start("scoring", iteration + 1, "score", iteration, stages)
 
     def update(self, iteration: int, kl_coef: float) -> Futures:
         return self.training.start("update", iteration + 1, "update", iteration, kl_coef)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from mindspeed_rl.common.timing import Timings
-from mindspeed_rl.config.layout import stages_beside_rollout
+from mindspeed_rl.config.layout import scored_stages, stages_beside_rollout
 from mindspeed_rl.resharding.layout import RolloutLayout
 from mindspeed_rl.transfer_dock.spec import TransferDock
 from mindspeed_rl.workers.context import Source, WorkerReport
@@ -38,7 +38,7 @@ class IntegratedWorker(TrainingWorker):
         self._sleep()
         self.rollout_parts: set[Part] = set()  # those that are on the device
         self.training = Training(self.context, self.model, source)
-        self._leave(("reference",))
+        self._leave(("reference", "reward_model"))
 
     @profiled("resharding")
     def enter_rollout(self, version: int) -> WorkerReport:
@@ -128,7 +128,7 @@ class IntegratedWorker(TrainingWorker):
                 self._generate_scoring(iteration, overlap)
             else:
                 self.rollout.generate(iteration)
-        self._score(timings)
+        self._score(scored_stages(self.config), timings)
         return self.context.report(timings)
 
     def _generate_scoring(self, iteration: int, scoring: Sequence[str]) -> None:

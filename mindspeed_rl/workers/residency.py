@@ -5,8 +5,8 @@
 
 Before rollout everything leaves that resharding does not need; then both engines' weights are there at once, which no
 order can avoid; the training weights leave before the KV cache, the largest part of rollout, comes. The reference is
-alone when its turn is, before the actor's weights are back, and so are the critic's weights. Only the KL over the
-vocabulary needs it together with the actor.
+alone when its turn is, before the actor's weights are back, and so are the weights of reward model and critic. Only
+the KL over the vocabulary needs the reference together with the actor.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ Part = Literal[
     "grad",
     "optimizer",
     "reference",
+    "reward_model",
     "critic_param",
     "critic_grad",
     "critic_optimizer",
@@ -55,12 +56,14 @@ _BEFORE: dict[str, tuple[Step, ...]] = {
         Step("offload", ("param",), "offload"),
         Step("onload", ("kv_cache",), "offload"),
     ),
+    "reward_model": (_SLEEP, Step("onload", ("reward_model",), "offload")),
     "reference": (_SLEEP, _REFERENCE),
     "old_log_prob": (_SLEEP, _ACTOR),
     "value": (_SLEEP, Step("onload", ("critic_param",), "offload")),
     "update": (_SLEEP, _ACTOR, Step("onload", ("grad", "optimizer", *CRITIC), "offload")),
 }
 _AFTER: dict[str, tuple[Step, ...]] = {
+    "reward_model": (Step("offload", ("reward_model",), "offload"),),
     "reference": (_NO_REFERENCE,),
     "value": (Step("offload", ("critic_param",), "offload"),),
     "validation": (_SLEEP,),  # as an iteration begins
@@ -85,6 +88,7 @@ def may_leave(config: Config, part: Part) -> bool:
         "grad": generate.offload_train_grad,
         "optimizer": generate.offload_train_optimizer,
         "reference": generate.offload_reference,
+        "reward_model": generate.offload_reward_model,
     }
     return wanted.get(part.removeprefix("critic_"), True)
 

@@ -19,7 +19,7 @@ from mindspeed_rl.algorithms.registry import load_custom_algorithms
 from mindspeed_rl.common.logging import setup_logging
 from mindspeed_rl.common.metric import MetricSet
 from mindspeed_rl.common.timing import Span, Timings
-from mindspeed_rl.config.layout import Layout, uses_greedy_baseline
+from mindspeed_rl.config.layout import Layout, uses_greedy_baseline, uses_reward_model
 from mindspeed_rl.config.schema import Config
 from mindspeed_rl.data.prompts import PromptSample
 from mindspeed_rl.metrics.evaluation import Evaluated
@@ -75,13 +75,14 @@ class RewardWorker:
     def score(self, iteration: int) -> RewardReport:
         """Score all responses of the iteration, greedy ones too; what cannot be scored gets NaN and is counted."""
         timings = Timings(iteration)
-        report = RewardReport(timings.spans, MetricSet())
+        report, scored_by_model = RewardReport(timings.spans, MetricSet()), uses_reward_model(self.config)
         while (claim := self._claim("reward", timings)) is not None:
             with timings("rule_reward"):
                 columns = self.dock.get(claim, self.dock.spec.consumers["reward"].needs)
+                scores = [float(score) for score in columns["reward_model_scores"]] if scored_by_model else None
                 samples, firsts = self._samples(columns, range(len(claim))), self._with_baseline(claim)
                 with self.scoring:
-                    result = self.manager.score(samples + self._samples(columns, firsts, "baseline_"))
+                    result = self.manager.score(samples + self._samples(columns, firsts, "baseline_"), scores)
                 penalties = [self._overlong_penalty(len(response)) for response in columns["responses"]]
                 of_samples = result.total[: len(samples)]
                 rewards = [reward - penalty for reward, penalty in zip(of_samples, penalties, strict=True)]

@@ -17,8 +17,10 @@ from mindspeed_rl.config.layout import (
     uses_greedy_baseline,
     uses_old_log_probs,
     uses_reference_log_probs,
+    uses_reward_model,
 )
 from mindspeed_rl.config.model import ModelConfig
+from mindspeed_rl.config.reward import REWARD_MODEL
 from mindspeed_rl.config.schema import Config
 from mindspeed_rl.data.packing import balanced_partition, sequence_costs
 from mindspeed_rl.transfer_dock.spec import ColumnSpec, ConsumerSpec, DockSpec, Filter, Selection
@@ -39,7 +41,8 @@ COLUMNS = {
     "texts": OBJECT,  # responses as text, where the rollout engine decodes them
     "baseline_responses": TOKENS,  # greedy ids, in the first row of a group; nothing in the others
     "baseline_texts": OBJECT,  # those as text, where the rollout engine decodes them
-    "rewards": SCALAR,  # weighted sum of the verifiers; NaN: scoring failed
+    "reward_model_scores": SCALAR,  # NaN: it gave none
+    "rewards": SCALAR,  # weighted sum of verifiers and reward model; NaN: scoring failed
     "baseline_rewards": SCALAR,  # that of the greedy response, in every row of the group
     "reference_log_probs": PER_TOKEN,
     "old_log_probs": PER_TOKEN,  # of the policy before this iteration's updates, by the training engine
@@ -52,7 +55,7 @@ COLUMNS = {
 
 @dataclass(frozen=True)
 class ScoringStage:
-    """A stage in which a training engine computes log-probs, or values, of responses."""
+    """A stage in which an engine computes log-probs, or values, of responses."""
 
     columns: dict[str, str]  # what it puts into the dock: column -> which of the engine's `TokenOutputs`
     timing: str  # MindSpeed RL's name of its time
@@ -96,6 +99,7 @@ def scoring_stages(config: Config) -> dict[str, ScoringStage]:
     if shares_critic(config):
         of_actor["values"] = "values"
     stages = {
+        REWARD_MODEL: ScoringStage({"reward_model_scores": "values"}, "reward_model"),
         "reference": ScoringStage({"reference_log_probs": "log_probs"}, "reference_model"),
         "value": ScoringStage({"values": "values"}, "values"),
         "old_log_prob": ScoringStage(of_actor, "old_log_p"),
@@ -125,6 +129,7 @@ def dock_spec(config: Config, layout: Layout) -> DockSpec:
     versions = ("policy_versions",) if tokens_may_be_stale(config) else ()
     is_partial, is_filtered = uses_partial_rollout(config), config.rl_config.filter_groups_enable
     has_baseline = uses_greedy_baseline(config)
+    scores = ("reward_model_scores",) if uses_reward_model(config) else ()
     baseline = ("baseline_responses", *(("baseline_texts",) if sampling.detokenize else ())) if has_baseline else ()
     consumers = {
         "rollout": ConsumerSpec(
@@ -136,13 +141,18 @@ def dock_spec(config: Config, layout: Layout) -> DockSpec:
             max_staleness=config.rl_config.staleness,
         ),
         "reward": ConsumerSpec(
-            needs=("sample", "responses", *text, *baseline),
+            needs=("sample", "responses", *scores, *text, *baseline),
             puts=("rewards", *(("baseline_rewards",) if has_baseline else ())),
             grouped=is_filtered or has_baseline,
             all_prompts=is_filtered,
         ),
         **{
-            name: ConsumerSpec(needs=sequences, shares=layout.dp, puts=tuple(stage.columns))
+            name: ConsumerSpec(
+                needs=(*sequences, "sample") if name == REWARD_MODEL else sequences,
+                shares=layout.dp,
+                puts=tuple(stage.columns),
+                all_prompts=is_filtered and name == REWARD_MODEL,
+            )
             for name, stage in scoring_stages(config).items()
         },
         "advantage": ConsumerSpec(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -22,8 +23,15 @@ from mindspeed_rl.checkpoint.tensors import StoredTensors
 from mindspeed_rl.common.metric import MetricSet
 from mindspeed_rl.common.timing import Timings
 from mindspeed_rl.config.algorithm import COV_LOSSES
-from mindspeed_rl.config.layout import has_critic_model, shares_critic, uses_full_kl, uses_reference
+from mindspeed_rl.config.layout import (
+    has_critic_model,
+    shares_critic,
+    uses_full_kl,
+    uses_reference,
+    uses_reward_model,
+)
 from mindspeed_rl.config.model import ModelConfig
+from mindspeed_rl.config.reward import REWARD_MODEL
 from mindspeed_rl.data.packing import fixed_micro_batches, micro_batches, sequence_costs
 from mindspeed_rl.resharding.layout import RolloutLayout
 from mindspeed_rl.transfer_dock.jagged import Jagged
@@ -31,6 +39,7 @@ from mindspeed_rl.transfer_dock.spec import Claim
 from mindspeed_rl.types import Denominators, RolloutBatch
 from mindspeed_rl.workers.context import Context, Source
 from mindspeed_rl.workers.control import ControlGroup
+from mindspeed_rl.workers.reward_model import RewardModel
 from mindspeed_rl.workers.stages import old_log_probs_column, scoring_stages
 
 if TYPE_CHECKING:
@@ -83,6 +92,7 @@ class Training:
                 steps,
                 self._start_weights(source.critic_weights or source.weights),
             )
+        self.reward_model = RewardModel(context, source) if uses_reward_model(self.config) else None
         self.objective = PolicyObjective(self.rl, horizon=self.sampling.max_tokens)
         self.value_objective = ValueObjective(self.rl, horizon=self.sampling.max_tokens)
         self.writer = BackgroundWriter(context.device)
@@ -122,6 +132,10 @@ class Training:
         self._move("offload", part)
 
     def _move(self, action: str, part: str) -> None:
+        if part == REWARD_MODEL:
+            if self.reward_model is not None:
+                getattr(self.reward_model.engine, action)()
+            return
         engine = self.critic if part.startswith("critic_") else self.engine
         if engine is not None:
             getattr(engine, action)(part.removeprefix("critic_"))
@@ -132,7 +146,7 @@ class Training:
         """Put this replica's share of `stage`, one of `scoring_stages`, into the dock."""
         for claim in self._claims(stage, timings):
             with timings(self.scoring[stage].timing):
-                self._put_scores(claim, self._fetch(claim))
+                self._put_scores(claim)
 
     def score_what_is_ready(self, iteration: int, stage: str) -> None:
         """At most one micro-batch, so that whoever shares the device is not held up for long."""
@@ -140,14 +154,22 @@ class Training:
         count = min(self._micro_batch_size(stage), self.layout.sequences_per_mini_batch_per_rank)
         claim = self.replica.share(lambda: self.dock.try_claim(stage, iteration, count, share))
         if isinstance(claim, Claim):  # else: nothing is ready yet, or nothing is left
-            self._put_scores(claim, self._fetch(claim))
+            self._put_scores(claim)
 
-    def _micro_batches(self, batch: RolloutBatch, stage: str, at_least: int = 1) -> list[list[int]]:
-        """The sequences of each pass over `batch`: so many, or with `use_dynamic_bsz` as many as the cap holds."""
+    def _micro_batches(self, lengths: Sequence[int], stage: str, at_least: int = 1) -> list[list[int]]:
+        """The sequences of each pass: so many, or with `use_dynamic_bsz` as many as the cap holds."""
         cap = self.rl.max_packing_token_size
         if cap is None:
-            return fixed_micro_batches(len(batch), self._micro_batch_size(stage))
-        return micro_batches(batch.lengths, cap, at_least)
+            return fixed_micro_batches(len(lengths), self._micro_batch_size(stage))
+        return micro_batches(lengths, cap, at_least)
+
+    def _scoring_passes(self, lengths: Sequence[int], stage: str) -> list[list[int]]:
+        """The same for ranks that share experts, which make equally many passes: each needs the others in its own."""
+        passes = self._micro_batches(lengths, stage)
+        if self.layout.ep > 1 and self.rl.use_dynamic_bsz:
+            most = self.engine.max_over_data_parallel([len(passes)])[0]
+            passes = self._micro_batches(lengths, stage, at_least=int(most))
+        return passes
 
     def _micro_batch_size(self, stage: str) -> int:
         """Sequences of one pass; with `use_dynamic_bsz`, how many fit into one whatever their lengths."""
@@ -159,24 +181,32 @@ class Training:
             "old_log_prob": self.rl.actor_forward_micro_batch_size,
             "value": self.rl.critic_forward_micro_batch_size,
             "critic_update": self.config.critic.micro_batch_size,
+            REWARD_MODEL: self.config.reward_config.micro_batch_size,
         }
         return sizes[stage]
 
-    def _put_scores(self, claim: Claim, batch: RolloutBatch) -> None:
-        stage = claim.consumer
-        micro = self._micro_batches(batch, stage)
-        if self.layout.ep > 1 and self.rl.use_dynamic_bsz:
-            # ranks that share experts make equally many passes: each needs the others in its own
-            most = self.engine.max_over_data_parallel([len(micro)])[0]
-            micro = self._micro_batches(batch, stage, at_least=int(most))
+    def _put_scores(self, claim: Claim) -> None:
+        columns = self._rewards(claim) if claim.consumer == REWARD_MODEL else self._token_outputs(claim)
+        if self.replica.is_leader:
+            assert columns is not None, "the leader of a model replica is its output rank"
+            self.dock.ack(claim, columns)
+
+    def _token_outputs(self, claim: Claim) -> dict[str, Any] | None:
+        stage, batch = claim.consumer, self._fetch(claim)
         engine = self.critic if stage == "value" else self.engine
         assert engine is not None, "a run without a critic's model has no such stage"
-        outputs = engine.score(batch, micro, self.sampling.temperature, reference=stage == "reference")
-        if self.replica.is_leader:
-            assert outputs is not None, "the leader of a model replica is its output rank"
-            found = {column: getattr(outputs, name) for column, name in self.scoring[stage].columns.items()}
-            lengths = batch.response_lengths
-            self.dock.ack(claim, {column: Jagged(values, lengths) for column, values in found.items()})
+        passes = self._scoring_passes(batch.lengths, stage)
+        outputs = engine.score(batch, passes, self.sampling.temperature, reference=stage == "reference")
+        if outputs is None:
+            return None
+        found = {column: getattr(outputs, name) for column, name in self.scoring[stage].columns.items()}
+        return {column: Jagged(values, batch.response_lengths) for column, values in found.items()}
+
+    def _rewards(self, claim: Claim) -> dict[str, Any] | None:
+        assert self.reward_model is not None, "a run without a reward model has no such stage"
+        columns = self.dock.get(claim, self.dock.spec.consumers[claim.consumer].needs)
+        scores = self.reward_model.scores(columns, partial(self._scoring_passes, stage=REWARD_MODEL))
+        return None if scores is None else {"reward_model_scores": scores}
 
     # ---- samples -------------------------------------------------------------------------------------------------
 
@@ -221,17 +251,17 @@ class Training:
         """An update, whose metrics are added to those of the iteration's earlier ones."""
         local = count(torch.cat(batch.columns["loss_mask"]), batch.response_lengths)
         cost = sum(sequence_costs(batch.lengths, self.model))
-        needed = len(self._micro_batches(batch, "update"))
+        needed = len(self._micro_batches(batch.lengths, "update"))
         tokens, sequences, whole_cost = self.engine.sum_over_data_parallel([local.tokens, local.sequences, cost])
         largest_cost, most = self.engine.max_over_data_parallel([cost, needed])
         metrics.mean("update/imbalance", largest_cost * self.layout.dp / whole_cost)
         denominators = Denominators(tokens, sequences)
         # claims give all data-parallel ranks equally many sequences: each can make as many passes as any other
         if self.critic is not None:
-            passes = self._micro_batches(batch, "critic_update", at_least=int(most))
+            passes = self._micro_batches(batch.lengths, "critic_update", at_least=int(most))
             metrics.merge(self._train_critic(self.critic, batch, passes, denominators))
         if iteration >= self.rl.critic_warmup:
-            passes = self._micro_batches(batch, "update", at_least=int(most))
+            passes = self._micro_batches(batch.lengths, "update", at_least=int(most))
             self._train_actor(batch, passes, denominators, kl_coef, iteration, metrics)
 
     def _train_critic(

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 
 import ray
 
 from mindspeed_rl.common.timing import Timings
-from mindspeed_rl.config.layout import scored_stages
 from mindspeed_rl.transfer_dock.spec import TransferDock
 from mindspeed_rl.workers.context import Source, Worker, WorkerReport
 from mindspeed_rl.workers.profiling import profiled
@@ -47,14 +47,14 @@ class TrainingWorker(Worker):
         return self.context.report(timings), PublishedWeights(refs, checksums)
 
     @profiled("scoring")
-    def score(self, iteration: int) -> WorkerReport:
-        """Compute this model replica's share of the log-probs that the update needs."""
+    def score(self, iteration: int, stages: Sequence[str]) -> WorkerReport:
+        """Work off this model replica's share of `stages`, some of `scored_stages`, in their order."""
         timings = Timings(iteration)
-        self._score(timings)
+        self._score(stages, timings)
         return self.context.report(timings)
 
-    def _score(self, timings: Timings) -> None:
-        for stage in scored_stages(self.config):
+    def _score(self, stages: Sequence[str], timings: Timings) -> None:
+        for stage in stages:
             self.enter(stage, timings)
             self.training.score(stage, timings)
             self.leave(stage, timings)

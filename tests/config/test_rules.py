@@ -4,6 +4,7 @@ import pytest
 from algorithm_examples import ALGORITHM_EXAMPLES, CLIP_HIGHER, PPO
 from ascend_examples import ASCEND_EXAMPLES
 from expert_examples import EXPERT_EXAMPLES
+from reward_model_examples import REWARD_MODEL_EXAMPLES
 from validation_examples import VALIDATION_EXAMPLES
 from violations import BASE, DYNAMIC, SEPARATE, violations_of
 
@@ -256,14 +257,11 @@ EXAMPLES = {
         ["rl_config.use_remove_padding=false"],
         "rl_config.use_remove_padding", False, "always packed", "set it to true",
     ),
-    "refuse_rule_reward": (
-        ["rl_config.rule_reward=false"],
-        "rl_config.rule_reward", False, "reward models are not built", "set it to true",
-    ),
     **ASCEND_EXAMPLES,
     **EXPERT_EXAMPLES,
     **ALGORITHM_EXAMPLES,
     **VALIDATION_EXAMPLES,
+    **REWARD_MODEL_EXAMPLES,
 }  # fmt: skip
 
 

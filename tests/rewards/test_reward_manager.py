@@ -104,6 +104,32 @@ def test_metrics_of_the_first_samples_count_all_calls(manager):
     assert metrics["reward_status/ok"] == 3
 
 
+def test_a_reward_model_counts_like_a_verifier(custom):
+    sources = {"code": {"reward_model": 3.0}, "math": {"custom": 1.0}}
+    settings = {"reward_model_weight": 2.0, "reward_scale": 10.0, "source_verifier_weight": sources}
+    with RewardManager(custom(**settings)) as manager:
+        given = [RewardSample("", "a", "", source=source) for source in ("", "code", "math", "", "")]
+        result = manager.score(given, [0.25, -1.0, 9.0, math.nan, math.inf])
+        alone = manager.score(given)
+    assert result.total[:3] == [10 * (0.5 + 2 * 0.25), 10 * 3 * -1.0, 10 * 0.5]
+    assert result.failed == [False, False, False, True, True]
+    assert result.statuses["reward_model"] == [Status.OK, Status.OK, Status.SKIPPED, Status.NAN, Status.NAN]
+    assert "reward_config.max_length" in result.messages["reward_model"][3]
+    metrics = result.metrics().finalize()
+    assert metrics["reward_model_rewards/mean"] == pytest.approx((0.25 - 1) / 2)
+    assert metrics["reward_model_rewards/nan"] == metrics["reward_failed_samples"] == 2
+    # where it is not asked, as in validation, rules alone count
+    assert alone.total == [5.0, 0.0, 5.0, 5.0, 5.0]
+    assert set(alone.values) == {"custom"}
+
+
+def test_a_reward_model_alone_needs_no_process():
+    before = multiprocessing.active_children()
+    with RewardManager(RLConfig(rule_reward=False, reward_model_weight=0.5)) as manager:
+        assert manager.score(samples("a", "b"), [1.0, -4.0]).total == [0.5, -2.0]
+        assert multiprocessing.active_children() == before
+
+
 def test_everything_at_once_with_two_processes(custom):
     bad = ["hang", "exit", "kill", "raise", "nan", "exit", "kill"]
     with RewardManager(custom(verifier_parallel=2)) as manager:

@@ -15,21 +15,23 @@ from mindspeed_rl.workers.residency import Step, may_leave, peak, steps
 NEEDS = {
     "resharding": {"param", "rollout_weights"},
     "rollout": {"rollout_weights", "kv_cache"},
+    "reward_model": {"reward_model"},
     "reference": {"reference"},
     "value": {"critic_param"},
     "old_log_prob": {"param"},
     "update": {"param", "grad", "optimizer", "critic_param", "critic_grad", "critic_optimizer"},
 }
 AFTER_UPDATE = NEEDS["update"]  # what the device holds when an iteration begins
-PARTS = (*AFTER_UPDATE, "reference", "rollout_weights", "kv_cache")
+PARTS = (*AFTER_UPDATE, "reference", "reward_model", "rollout_weights", "kv_cache")
 
 
 def config(kl_penalty: str = "k1", **offload: bool) -> Config:
     switches: dict[str, Any] = {f"offload_train_{part}": True for part in ("param", "grad", "optimizer")}
     rl: dict[str, Any] = {"init_kl_coef": 0.1, "epochs": 2, "adv_estimator": "gae"}  # every stage that there is
     rl["kl_penalty"] = kl_penalty
-    generate = {**switches, "offload_reference": True, **offload}
-    return Config.model_validate({"megatron_training": {}, "rl_config": rl, "generate_config": generate})
+    generate = {**switches, "offload_reference": True, "offload_reward_model": True, **offload}
+    sections = {"megatron_training": {}, "rl_config": rl, "generate_config": generate}
+    return Config.model_validate({**sections, "reward_config": {"load": "reward"}})
 
 
 def random_sizes(seed: int) -> dict[str, float]:
@@ -80,11 +82,11 @@ def is_valid(order: Any) -> bool:
     return uses == ["resharding", "rollout"]
 
 
-@pytest.mark.parametrize("stays", ["train_param", "train_grad", "train_optimizer", "reference", None])
+@pytest.mark.parametrize("stays", ["train_param", "train_grad", "train_optimizer", "reference", "reward_model", None])
 def test_every_use_finds_what_it_needs(stays: str | None) -> None:
     """In the first iteration, where nothing of rollout is there, and in those after it."""
     cfg = config(**({f"offload_{stays}": False} if stays else {}))
-    there = set(AFTER_UPDATE) | ({"reference"} if stays == "reference" else set())
+    there = set(AFTER_UPDATE) | ({stays} & {"reference", "reward_model"} if stays else set())
     kept = {part for part in PARTS[:-2] if stays and part.removeprefix("critic_") == stays.removeprefix("train_")}
     uses = []
     for step in [*steps(cfg), *steps(cfg)]:

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import partial
-from itertools import chain
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
-from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
-from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.distributed import finalize_model_grads
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
 
 from mindspeed_rl.algorithms.full_kl import vocab_parallel_kl
@@ -28,18 +26,16 @@ from mindspeed_rl.config.model import ModelConfig
 from mindspeed_rl.config.schema import MegatronConfig
 from mindspeed_rl.device.base import Device
 from mindspeed_rl.engine.base import LossFunction, Partition, TokenOutputs
-from mindspeed_rl.engine.megatron.context_parallel import gather_tokens
 from mindspeed_rl.engine.megatron.language_model import LanguageModel
-from mindspeed_rl.engine.megatron.model import build_model, data_parallel, named_parameters
+from mindspeed_rl.engine.megatron.model import build_model, data_parallel
 from mindspeed_rl.engine.megatron.offload import HostMemory
 from mindspeed_rl.engine.megatron.optimizer import Optimizer
-from mindspeed_rl.engine.megatron.packing import PackedMicroBatch, Part, pack
-from mindspeed_rl.engine.megatron.ring_attention import open_ring
+from mindspeed_rl.engine.megatron.packing import PackedMicroBatch
+from mindspeed_rl.engine.megatron.scoring import ScoringEngine
 from mindspeed_rl.engine.megatron.sharding import Sharding, pieces_to_write, read_pieces
 from mindspeed_rl.resharding.checksums import training_checksums
 from mindspeed_rl.resharding.export import Groups, export_hf
-from mindspeed_rl.resharding.layout import RolloutLayout, WeightLayout
-from mindspeed_rl.resharding.names import check_hf_names
+from mindspeed_rl.resharding.layout import RolloutLayout
 from mindspeed_rl.resharding.plan import ExportPlan, make_plan, planned_dtypes
 from mindspeed_rl.types import RolloutBatch
 
@@ -56,7 +52,7 @@ def initialize_parallel_state(cfg: MegatronConfig) -> None:
     model_parallel_cuda_manual_seed(cfg.seed)
 
 
-class MegatronEngine:
+class MegatronEngine(ScoringEngine):
     """See `mindspeed_rl.engine.base.TrainingEngine`. A class below it has another role, in metrics and checkpoints.
 
     Args:
@@ -80,19 +76,8 @@ class MegatronEngine:
         weights: HFWeights | StoredTensors,
         with_reference: bool,
     ):
-        self.cfg, self.device = cfg, device
-        self.backbone, self.model_config = model, self._trained(model)
-        self.data_parallel_rank = mpu.get_data_parallel_rank()
-        self.data_parallel_size = mpu.get_data_parallel_world_size()
-        last_stage = mpu.get_pipeline_model_parallel_rank() == mpu.get_pipeline_model_parallel_world_size() - 1
-        first_of_stage = mpu.get_tensor_model_parallel_rank() == mpu.get_context_parallel_rank() == 0
-        self.is_output_rank = last_stage and first_of_stage
-        if cfg.uses_ring_attention:
-            open_ring(mpu.get_context_parallel_group(), device.current())
-
-        self.layout = WeightLayout.configured(cfg, model, self.data_parallel_size * cfg.context_parallel_size)
-        if len(self.layout.stages[0]) > 1:  # Megatron's schedules look it up; its process groups do not depend on it
-            mpu.set_virtual_pipeline_model_parallel_world_size(len(self.layout.stages[0]))
+        super().__init__(cfg, self._trained(model), device)
+        self.backbone = model
         chunks = build_model(cfg, self.model_config, device, self.layout)
         self._load(chunks, weights)
         self.actor = data_parallel(cfg, chunks)
@@ -122,27 +107,6 @@ class MegatronEngine:
 
     def _load(self, chunks: Sequence[LanguageModel], weights: HFWeights | StoredTensors) -> None:
         self._fill(self._parameters_of(chunks), weights, self.model_config)
-
-    def _parameters_of(self, chunks: Sequence[torch.nn.Module]) -> dict[str, torch.nn.Parameter]:
-        return dict(named_parameters(chunks, self.model_config, self.layout))
-
-    def _fill(
-        self,
-        parameters: Mapping[str, torch.nn.Parameter],
-        weights: HFWeights | StoredTensors,
-        stored: ModelConfig,
-    ) -> None:
-        """Read parameters from the weights of a model `stored`, which has them all."""
-        if isinstance(weights, StoredTensors):
-            read_pieces(Sharding(self.model_config, self.layout, parameters), weights)
-            return
-        check_hf_names(stored, weights.names)
-        tp_rank, tp_size = mpu.get_tensor_model_parallel_rank(), mpu.get_tensor_model_parallel_world_size()
-        pp_rank, ep_rank = mpu.get_pipeline_model_parallel_rank(), mpu.get_expert_model_parallel_rank()
-        held = self.layout.held(self.model_config, pp_rank, ep_rank)
-        with torch.no_grad():
-            for name, tensor in parameters.items():
-                tensor.copy_(held[name].load_shard(weights, tp_rank, tp_size))
 
     def export_weights(
         self, bucket_bytes: int, rollout: RolloutLayout | None = None
@@ -179,48 +143,6 @@ class MegatronEngine:
 
     # ---- passes --------------------------------------------------------------------------------------------------
 
-    def _pack(self, batch: RolloutBatch, micro_batches: Partition) -> list[PackedMicroBatch]:
-        """One for each pass of the pipeline."""
-        assert sorted(chain(*micro_batches)) == list(range(len(batch))), "micro-batches hold every sequence once"
-        multiple = self.cfg.tensor_model_parallel_size if self.cfg.sequence_parallel else 1
-        part = Part(mpu.get_context_parallel_rank(), self.cfg.context_parallel_size, multiple)
-        packed = [pack(batch.select(indices), self.device.current(), part) for indices in micro_batches]
-        if len(self.actor) > 1:  # the interleaved schedule takes groups of as many passes as there are stages
-            packed += [pack(batch.select([]), self.device.current(), part)] * (-len(packed) % self.layout.pp)
-        return packed
-
-    def _run(
-        self,
-        chunks: Sequence[torch.nn.Module],
-        packed: Sequence[PackedMicroBatch],
-        on_hidden: Any,
-        forward_only: bool,
-    ) -> list[Any]:
-        """Run Megatron's schedule over the micro-batches; what `on_hidden` gives for each, on the last stage.
-
-        It gets the micro-batch, the last chunk, and its final hidden states of what predicts response tokens, [r, h].
-        """
-
-        def finish(micro: PackedMicroBatch, module: Any, hidden: torch.Tensor, non_loss_data: bool = False) -> Any:
-            model = module.module if isinstance(module, DistributedDataParallel) else module
-            return on_hidden(micro, model, hidden[micro.predictors])
-
-        def forward(iterator: Iterator[PackedMicroBatch], module: torch.nn.Module) -> tuple[torch.Tensor, Any]:
-            micro = next(iterator)
-            output = module(micro.tokens, micro.positions, None, packed_seq_params=micro.params)
-            return output, partial(finish, micro, module)
-
-        return get_forward_backward_func()(
-            forward_step_func=forward,
-            data_iterator=[iter(packed) for _ in chunks] if len(chunks) > 1 else iter(packed),
-            model=list(chunks),
-            num_microbatches=len(packed),
-            seq_length=max((micro.tokens.shape[1] for micro in packed), default=0),
-            micro_batch_size=1,  # a packed micro-batch is one row of T tokens
-            forward_only=forward_only,
-            collect_non_loss_data=forward_only,
-        )
-
     def _response_outputs(
         self, micro: PackedMicroBatch, model: LanguageModel, hidden: torch.Tensor, temperature: float, entropy: bool
     ) -> TokenOutputs:
@@ -247,13 +169,6 @@ class MegatronEngine:
         of_micro = found or [None] * len(packed)
         return [replace(micro, reference=hidden) for micro, hidden in zip(packed, of_micro, strict=True)]
 
-    def _of_all_tokens(self, micro: PackedMicroBatch, values: torch.Tensor) -> torch.Tensor:
-        """From values of this context-parallel rank's response tokens to those of all, [r] -> [R]."""
-        if self.cfg.context_parallel_size == 1:
-            return values
-        return gather_tokens(micro.predicted, len(micro.targets), mpu.get_context_parallel_group(), values)
-
-    @torch.no_grad()
     def score(
         self, batch: RolloutBatch, micro_batches: Partition, temperature: float, reference: bool = False
     ) -> TokenOutputs | None:
@@ -264,15 +179,10 @@ class MegatronEngine:
         chunks = self.reference if reference else self.actor
         assert chunks, "this run keeps no reference model"
 
-        def outputs(micro: PackedMicroBatch, model: LanguageModel, hidden: torch.Tensor) -> TokenOutputs | None:
-            if not len(micro.batch):
-                return None
+        def outputs(micro: PackedMicroBatch, model: LanguageModel, hidden: torch.Tensor) -> TokenOutputs:
             return self._response_outputs(micro, model, hidden, temperature, entropy=False)
 
-        results = self._run(chunks, self._pack(batch, micro_batches), outputs, forward_only=True)
-        if not self.is_output_rank:
-            return None
-        return _in_order(results[: len(micro_batches)], micro_batches, batch.response_lengths.tolist())
+        return self._outputs_of(chunks, batch, micro_batches, outputs)
 
     def train_mini_batch(
         self,
@@ -432,21 +342,6 @@ class MegatronEngine:
     def _shardings(self) -> list[Sharding]:
         """All parameters, by what their names in a checkpoint begin with."""
         return [Sharding(self.model_config, self.layout, self._actor_parameters(), self.state_prefix)]
-
-
-def _in_order(found: Sequence[TokenOutputs], micro_batches: Partition, lengths: Sequence[int]) -> TokenOutputs:
-    """Outputs of micro-batches as those of the batch that they divide, on the host; `lengths`: of its responses."""
-    indices = list(chain(*micro_batches))
-    places = sorted(range(len(indices)), key=indices.__getitem__)
-
-    def whole(name: str) -> torch.Tensor | None:
-        parts = [getattr(outputs, name) for outputs in found]
-        if parts[0] is None:
-            return None
-        of_sequences = torch.cat(parts).cpu().split([lengths[index] for index in indices])
-        return torch.cat([of_sequences[place] for place in places])
-
-    return TokenOutputs(**{field.name: whole(field.name) for field in fields(TokenOutputs)})
 
 
 def _none_if_alone(group: dist.ProcessGroup) -> dist.ProcessGroup | None:
