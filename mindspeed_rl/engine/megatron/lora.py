@@ -26,6 +26,7 @@ from megatron.core.tensor_parallel.mappings import (
 
 from mindspeed_rl.checkpoint.lora import merge
 from mindspeed_rl.config.model import AdaptedModel
+from mindspeed_rl.engine.megatron.versions import leave_frozen_embeddings_alone
 from mindspeed_rl.resharding.names import Parameter
 from mindspeed_rl.resharding.tables import ADAPTER_A, ADAPTER_B, VALUE_HEAD
 
@@ -83,6 +84,7 @@ def add_adapters(chunk: Any, model: AdaptedModel, scale: float) -> None:
             module.register_forward_hook(_add)
     for name, parameter in chunk.named_parameters():
         parameter.requires_grad_(is_adapter(name) or name == VALUE_HEAD.megatron)
+    leave_frozen_embeddings_alone()
     if chunk.pre_process:
         chunk.embedding.register_forward_hook(_ask_for_gradient)
 
