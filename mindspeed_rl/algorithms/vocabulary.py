@@ -86,8 +86,9 @@ class OutputLayer:
 class Gradients:
     """Gradients of hidden states and weights, from those of logits, chunk by chunk.
 
-    Those of the weights are added up in float32, or wider; frozen ones have none. The loss is taken to be the same on all ranks of the group
-    (each computes it in full): what a rank's columns contribute to the gradient of the hidden states is added up.
+    Those of the weights are added up in float32, or wider; frozen ones have none. The loss is taken to be the same on
+    all ranks of the group (each computes it in full): what a rank's columns contribute to the gradient of the hidden
+    states is added up.
     """
 
     def __init__(self, layer: OutputLayer, hidden: Tensor, weight: Tensor, is_trained: bool):

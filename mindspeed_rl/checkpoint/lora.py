@@ -74,7 +74,7 @@ class StoredAdapters:
             base: where the weights are that the adapters belong to.
         """
         modules = sorted(name.removesuffix(f".{LORA_B}") for name in self._names if name.endswith(LORA_B))
-        found = {}
+        found: dict[str, torch.Tensor] = {}
         for module in modules:
             adapter = self._of_module(module)
             assert adapter is not None, "it has a B"

@@ -33,7 +33,7 @@ from mindspeed_rl.config.section import (
 from mindspeed_rl.config.validation import ValidationConfig
 
 
-class MegatronConfig(DataConfig, LoraConfig):
+class MegatronConfig(LoraConfig, DataConfig):
     """Keys of `megatron_training` (defaults for every model) and `actor_config` (overrides for the actor).
 
     Those on data and on adapters (LoRA) apart.

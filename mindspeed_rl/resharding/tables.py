@@ -217,7 +217,9 @@ def adapter_rows(rows: Iterable[Row], modules: Sequence[str]) -> list[Row]:
         inputs = {f"{fused}.{LORA_A}": ("rank", next(iter(row.hf.values()))[1])}
         cuts_rows = row.tp_dim == 0
         found += [
-            replace(row, megatron=f"{module}.{ADAPTER_A}", hf=inputs, tp_dim=None if cuts_rows else 1, transform="plain"),
+            replace(
+                row, megatron=f"{module}.{ADAPTER_A}", hf=inputs, tp_dim=None if cuts_rows else 1, transform="plain"
+            ),
             replace(row, megatron=f"{module}.{ADAPTER_B}", hf=output, tp_dim=0 if cuts_rows else None),
         ]
     return found

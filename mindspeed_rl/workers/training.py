@@ -22,7 +22,7 @@ from mindspeed_rl.checkpoint.tensors import StoredTensors
 from mindspeed_rl.common.metric import MetricSet
 from mindspeed_rl.common.timing import Timings
 from mindspeed_rl.config.algorithm import COV_LOSSES
-from mindspeed_rl.config.layout import has_critic_model, shares_critic, uses_full_kl, uses_reference
+from mindspeed_rl.config.layout import has_critic_model, has_reference_model, shares_critic, uses_full_kl
 from mindspeed_rl.config.model import ModelConfig
 from mindspeed_rl.data.packing import fixed_micro_batches, micro_batches, sequence_costs
 from mindspeed_rl.resharding.layout import RolloutLayout
@@ -71,7 +71,7 @@ class Training:
             # none while the critic warms up
             steps * (iterations - self.rl.critic_warmup) // iterations,
             self._start_weights(source.weights),
-            with_reference=uses_reference(self.config),
+            with_reference=has_reference_model(self.config),
         )
         load_custom_algorithms(self.rl.custom_algorithm_file)
         self.critic: TrainingEngine | None = None

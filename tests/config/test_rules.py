@@ -4,6 +4,7 @@ import pytest
 from algorithm_examples import ALGORITHM_EXAMPLES, CLIP_HIGHER, PPO
 from ascend_examples import ASCEND_EXAMPLES
 from expert_examples import EXPERT_EXAMPLES
+from lora_examples import LORA_EXAMPLES
 from validation_examples import VALIDATION_EXAMPLES
 from violations import BASE, DYNAMIC, SEPARATE, violations_of
 
@@ -262,6 +263,7 @@ EXAMPLES = {
     ),
     **ASCEND_EXAMPLES,
     **EXPERT_EXAMPLES,
+    **LORA_EXAMPLES,
     **ALGORITHM_EXAMPLES,
     **VALIDATION_EXAMPLES,
 }  # fmt: skip

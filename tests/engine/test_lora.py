@@ -43,7 +43,12 @@ DENSE = [
     layout(4, **{PP: 2, VPP: 1}, **OVERLAP),
     layout(1, **RECOMPUTED),
 ]
-EXPERTS = [ONE, layout(2, **{EP: 2}), layout(4, **{EP: 2, TP: 2}, sequence_parallel=True), layout(4, **{EP: 2, PP: 2})]
+EXPERTS = [
+    ONE,
+    layout(2, **{EP: 2}),
+    layout(4, **{EP: 2, TP: 2}, sequence_parallel=True),
+    layout(4, **{EP: 2, PP: 2}),
+]
 MASK = torch.cat(make_batch().columns["loss_mask"]).bool()
 
 
@@ -113,9 +118,9 @@ def test_layouts_agree_with_one_rank(trained: tuple[Path, Path]) -> None:
     _, root = trained
     one = contents(root / "0" / "iter_0000001")
     prefixes = ("lora.model.", "lora.optimizer.exp_avg.", "lora.optimizer.exp_avg_sq.")
-    assert {name[: name.index(".", name.index("_sq") if "_sq" in name else 5) + 1] for name in one} <= set(prefixes) | {
-        "lora.optimizer."
-    }
+    assert {name[: name.index(".", name.index("_sq") if "_sq" in name else 5) + 1] for name in one} <= set(
+        prefixes
+    ) | {"lora.optimizer."}
     assert all(name.startswith(prefixes) for name in one)  # nothing of what is frozen is saved
     for number, case in enumerate(DENSE):
         other = contents(root / str(number) / "iter_0000001")
@@ -133,12 +138,14 @@ def test_experts_keep_their_weights_and_attention_has_adapters(tmp_path: Path) -
 
 
 def peft_applied(model: torch.nn.Module, folder: Path) -> None:
-    """PEFT's documented rule for a linear layer: result + (lora_alpha / r) * B(A(x)); names are those of its files."""
+    """PEFT's documented rule for a linear layer: result + (lora_alpha / r) * B(A(x)); names as in its files."""
     config = json.loads((folder / "adapter_config.json").read_text())
     tensors = load_file(folder / "adapter_model.safetensors")
     assert (config["peft_type"], config["bias"], config["use_rslora"]) == ("LORA", "none", False)
     scale = config["lora_alpha"] / config["r"]
-    modules = {name: module for name, module in model.named_modules() if name.split(".")[-1] in config["target_modules"]}
+    modules = {
+        name: module for name, module in model.named_modules() if name.split(".")[-1] in config["target_modules"]
+    }
     for name, module in modules.items():
         a = tensors.pop(f"base_model.model.{name}.lora_A.weight")
         b = tensors.pop(f"base_model.model.{name}.lora_B.weight")

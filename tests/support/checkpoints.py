@@ -29,7 +29,7 @@ def save(
     rng: bool = True,
     start_weights: str | None = None,
 ) -> Path:
-    """Write checkpoint 1 below `root`, with its Hugging Face weights if `start_weights` is given; returns its folder."""
+    """Write checkpoint 1 below `root`, with Hugging Face weights if `start_weights` is given; returns its folder."""
     rank = dist.get_rank()
     store = CheckpointStore(root, start_weights, model=engine.backbone, layout=Sizes(engine.cfg))
     if rank == 0:

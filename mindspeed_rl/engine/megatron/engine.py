@@ -69,8 +69,8 @@ class MegatronEngine:
         device: this process's device.
         total_steps: optimizer steps of the whole run, for the learning-rate schedule.
         weights: what actor and reference start from.
-        with_reference: keep a frozen copy of the starting weights. With adapters (LoRA) none is needed: they are the
-            actor's own, without the adapters.
+        with_reference: keep a frozen copy of the starting weights. With adapters (LoRA) none is needed for what asks
+            for the reference: the actor without them is that.
     """
 
     role = "actor"
@@ -102,7 +102,7 @@ class MegatronEngine:
         self.optimizer = Optimizer(cfg, self.actor, total_steps)
         self._plans: dict[tuple[int, RolloutLayout | None], ExportPlan] = {}
         self.reference: list[LanguageModel] = []
-        if with_reference and not cfg.lora_r:
+        if with_reference:
             self.reference = [chunk.requires_grad_(False) for chunk in self._build(model, weights)]
         self._away = {
             "param": HostMemory(device),

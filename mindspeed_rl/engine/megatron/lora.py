@@ -1,8 +1,8 @@
 """Low-rank adapters (LoRA, arXiv:2106.09685, section 4.1) beside Megatron's linear layers.
 
 A layer with frozen weights W gives W x + s B A x, with A [rank, in] and B [out, rank], s = alpha / rank. Tensor
-parallelism cuts what it cuts of W: B's rows beside a column-parallel layer, A's columns beside a row-parallel one. The
-other matrix is whole on every rank. What ranks exchange is [tokens, rank], little beside what the layer itself does.
+parallelism cuts what it cuts of W: B's rows beside a column-parallel layer, A's columns beside a row-parallel one.
+The other matrix is whole on every rank. What ranks exchange is [tokens, rank], little beside what the layer does.
 """
 
 from __future__ import annotations
@@ -52,7 +52,9 @@ class Adapter(torch.nn.Module):
         inner = F.linear(hidden, self.a)
         if self.cuts_rows:
             spread = (
-                gather_from_sequence_parallel_region if self.sequence_parallel else copy_to_tensor_model_parallel_region
+                gather_from_sequence_parallel_region
+                if self.sequence_parallel
+                else copy_to_tensor_model_parallel_region
             )
         else:
             spread = (

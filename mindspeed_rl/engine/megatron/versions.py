@@ -87,7 +87,7 @@ def do_without_transformer_engine() -> None:
 def leave_frozen_embeddings_alone() -> None:
     """Before 0.13 stages add up the gradients of a tied embedding also if it is frozen, and has none."""
     # the package has a function of the same name in place of the module
-    module = importlib.import_module("megatron.core.distributed.finalize_model_grads")
+    module: Any = importlib.import_module("megatron.core.distributed.finalize_model_grads")
     add_up = module._allreduce_word_embedding_grads
     if not IS_OLD or add_up.__name__ == "add_up_trained":
         return
