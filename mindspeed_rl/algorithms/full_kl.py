@@ -86,7 +86,7 @@ class _VocabParallelKL(torch.autograd.Function):
     def backward(ctx: Any, grad_kl: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, reference_hidden, reference_weight, log_normalisers, kl = ctx.saved_tensors
         layer: OutputLayer = ctx.layer
-        gradients = Gradients(layer, hidden, weight)
+        gradients = Gradients(layer, hidden, weight, ctx.needs_input_grad[1])
         for part in layer.parts(len(hidden), weight):
             logits = layer.logits(hidden[part], weight)
             of_reference = layer.logits(reference_hidden[part], reference_weight)

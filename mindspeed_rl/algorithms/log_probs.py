@@ -93,7 +93,7 @@ class _VocabParallelLogProbs(torch.autograd.Function):
         of_target = -grad_log_probs * log_probs.expm1()
         if grad_entropy is not None:
             of_target -= grad_entropy * log_probs.exp() * (log_probs + entropy)
-        gradients = Gradients(layer, hidden, weight)
+        gradients = Gradients(layer, hidden, weight, ctx.needs_input_grad[1])
         for part in layer.parts(len(hidden), weight):
             logits = layer.logits(hidden[part], weight)
             upstream = [None if value is None else value[part] for value in (grad_log_probs, grad_entropy, entropy)]

@@ -86,25 +86,27 @@ class OutputLayer:
 class Gradients:
     """Gradients of hidden states and weights, from those of logits, chunk by chunk.
 
-    Those of the weights are added up in float32, or wider. The loss is taken to be the same on all ranks of the group
-    (each computes it in full): what a rank's columns contribute to the gradient of the hidden states is added up.
+    Those of the weights are added up in float32, or wider; frozen ones have none. The loss is taken to be the same on
+    all ranks of the group (each computes it in full): what a rank's columns contribute to the gradient of the hidden
+    states is added up.
     """
 
-    def __init__(self, layer: OutputLayer, hidden: Tensor, weight: Tensor):
+    def __init__(self, layer: OutputLayer, hidden: Tensor, weight: Tensor, is_trained: bool):
         self._layer, self._hidden, self._weight = layer, hidden, weight
         self._of_hidden = torch.zeros_like(hidden)
-        self._of_weight = torch.zeros_like(weight, dtype=wide(weight.dtype))
+        self._of_weight = torch.zeros_like(weight, dtype=wide(weight.dtype)) if is_trained else None
 
     def add(self, part: slice, of_logits: Tensor) -> None:
         """Of the rows `part`; [n, real] in the logits' dtype."""
         real = of_logits.shape[1]
         self._of_hidden[part] = of_logits @ self._weight[:real]
-        add_product(self._of_weight[:real], of_logits.t(), self._hidden[part])
+        if self._of_weight is not None:
+            add_product(self._of_weight[:real], of_logits.t(), self._hidden[part])
 
-    def whole(self) -> tuple[Tensor, Tensor]:
+    def whole(self) -> tuple[Tensor, Tensor | None]:
         """Of hidden states and weights, in their dtypes."""
         self._layer.all_reduce(self._of_hidden)
-        return self._of_hidden, self._of_weight.to(self._weight.dtype)
+        return self._of_hidden, None if self._of_weight is None else self._of_weight.to(self._weight.dtype)
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:

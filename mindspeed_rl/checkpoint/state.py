@@ -6,6 +6,7 @@
         rank_00000.pt …         small state of each rank: learning-rate schedule, random numbers
         trainer.json            state of the driver: iteration, data position, KL controller, layout, versions
         hf/                     config.json and tokenizer files of the model, if given; its weights, if asked for
+        adapter/                with those, if adapters were trained (LoRA): these alone, in PEFT's form
         manifest.json           size and SHA-256 of every file above; written last
 
 All ranks write into `root/.tmp-iter_0000012`, each a `rank_00000.written` when it is done. When all are the driver
@@ -22,13 +23,15 @@ import shutil
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import IO, Any, Protocol, cast
 
 import torch
 
 from mindspeed_rl.checkpoint.files import copy_hf_files, fsync_path, read_json, write_file, write_json
-from mindspeed_rl.checkpoint.hf import add_hf_weights
+from mindspeed_rl.checkpoint.hf import HFWeights, add_hf_weights, is_hf_folder
+from mindspeed_rl.checkpoint.lora import StoredAdapters
 from mindspeed_rl.checkpoint.tensors import (
     METADATA,
     HashingFile,
@@ -46,7 +49,7 @@ from mindspeed_rl.config.files import HF_FOLDER, LATEST, MANIFEST
 from mindspeed_rl.config.model import ModelConfig
 
 FORMAT = 2
-TRAINER, TENSORS = "trainer.json", "tensors"
+TRAINER, TENSORS, ADAPTER_FOLDER = "trainer.json", "tensors", "adapter"
 WEIGHTS = "model."  # what the names of the model's weights begin with among the tensors
 RETIRED = ".old-"  # prefix of a checkpoint while another of the same iteration takes its place
 WRITTEN, FAILED = ".written", ".failed"  # suffixes of what a rank tells the driver while a checkpoint is pending
@@ -158,6 +161,7 @@ class CheckpointStore:
             trainer_state: JSON values (string keys). Model, layout and versions are added to it.
             attachments: further objects, each pickled to a file of its name.
             hf_weights: complete `hf` with the weights, read from the tensors; a file of them is in memory at a time.
+                Where adapters were trained, write these into `adapter`, too.
 
         Returns:
             The checkpoint's folder.
@@ -180,8 +184,13 @@ class CheckpointStore:
         for path, content in zip(attached, (attachments or {}).values(), strict=True):
             write_file(path, pickle.dumps(content))
         if hf_weights:
-            add_hf_weights(pending / HF_FOLDER, _weights(StoredTensors(pending / TENSORS)))
-        for path in [pending / TRAINER, *attached, *sorted((pending / HF_FOLDER).glob("*"))]:
+            tensors = StoredTensors(pending / TENSORS)
+            add_hf_weights(pending / HF_FOLDER, _weights(tensors, trainer_state))
+            if trainer_state.get("lora"):
+                adapters = StoredAdapters(tensors, trainer_state["lora"])
+                adapters.write_peft(pending / ADAPTER_FOLDER, trainer_state["start_weights"])
+        of_folders = (sorted((pending / folder).glob("*")) for folder in (HF_FOLDER, ADAPTER_FOLDER))
+        for path in [pending / TRAINER, *attached, *chain(*of_folders)]:
             files[str(path.relative_to(pending))] = _file_record(path)
         write_json(pending / MANIFEST, {"format": FORMAT, "files": files})
         self._publish(pending, target)
@@ -321,11 +330,17 @@ class CheckpointReader:
     @property
     def weight_names(self) -> list[str]:
         """Hugging Face names of the model's weights."""
+        if self.trainer.get("lora"):
+            return _start_names(self.trainer["start_weights"])
         return [name.removeprefix(WEIGHTS) for name in self.tensors.names(WEIGHTS)]
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Hugging Face names and whole tensors of the model's weights, read one by one."""
-        return _weights(self.tensors)
+        """Hugging Face names and whole tensors of the model's weights, read one by one.
+
+        Raises:
+            CheckpointError: the checkpoint holds adapters, and the weights that they belong to are not there.
+        """
+        return _weights(self.tensors, self.trainer)
 
     def check_tensors(self, part: int = 0, parts: int = 1) -> None:
         """Check the content of every `parts`-th file of tensors: together, `parts` ranks check each once.
@@ -392,8 +407,22 @@ def open_checkpoint(path: str | Path) -> CheckpointReader:
     return CheckpointReader(CheckpointStore.find(path))
 
 
-def _weights(tensors: StoredTensors) -> Iterator[tuple[str, torch.Tensor]]:
+def _weights(tensors: StoredTensors, trainer: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+    if trainer.get("lora"):
+        return StoredAdapters(tensors, trainer["lora"]).merged(_start_weights(trainer["start_weights"]))
     return ((name.removeprefix(WEIGHTS), tensors.tensor(name)) for name in tensors.names(WEIGHTS))
+
+
+def _start_weights(path: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """What a run started from: a Hugging Face folder, or a checkpoint."""
+    if not is_hf_folder(path):
+        return CheckpointReader(path).weights()
+    stored = HFWeights(path)
+    return ((name, stored.tensor(name)) for name in stored.names)
+
+
+def _start_names(path: str) -> list[str]:
+    return HFWeights(path).names if is_hf_folder(path) else CheckpointReader(path).weight_names
 
 
 def _note(path: Path, content: bytes) -> None:

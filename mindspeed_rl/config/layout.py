@@ -287,6 +287,11 @@ def uses_reference(cfg: Config) -> bool:
     return cfg.rl_config.init_kl_coef > 0
 
 
+def has_reference_model(cfg: Config) -> bool:
+    """True if it takes memory of its own; with adapters (LoRA) it is the actor without them."""
+    return uses_reference(cfg) and not cfg.actor.lora_r
+
+
 def uses_reference_log_probs(cfg: Config) -> bool:
     """True if its log-probs are needed; for the KL over the vocabulary the update runs the model itself."""
     return uses_reference(cfg) and not uses_full_kl(cfg)
@@ -344,7 +349,7 @@ def stages_beside_rollout(cfg: Config, layout: Layout) -> tuple[str, ...]:
         return ()
     away = {
         REWARD_MODEL: generate.offload_reward_model,
-        "reference": generate.offload_reference,
+        "reference": generate.offload_train_param if cfg.actor.lora_r else generate.offload_reference,
         # a first pass that gathers new weights is one of all ranks: none may begin it while others generate
         "value": generate.offload_train_param or cfg.actor.overlap_param_gather,
         "old_log_prob": generate.offload_train_param,

@@ -12,14 +12,15 @@ from mindspeed_rl.config.files import resolve_reward_model
 from mindspeed_rl.config.layout import (
     Layout,
     has_critic_model,
+    has_reference_model,
     in_place_of_actor,
     pipeline_chunks,
     scored_stages,
     stages_beside_rollout,
     uses_full_kl,
     uses_greedy_baseline,
-    uses_reference,
 )
+from mindspeed_rl.config.lora import adapter_parameters, module_sizes
 from mindspeed_rl.config.model import ModelConfig
 from mindspeed_rl.config.reward import REWARD_MODEL
 from mindspeed_rl.config.schema import Config
@@ -74,17 +75,21 @@ def estimate_memory(cfg: Config, model: ModelConfig, layout: Layout) -> MemoryEs
     bf16, both divided by DP x CP with the distributed optimizer, those of experts by DP x CP / EP; reference P w when
     `init_kl_coef` > 0, reward model P' w of its own shape (0 where its folder is not on this machine). A critic's
     model takes as much as the actor: its head is small, and it keeps no logits.
+    With adapters (LoRA) gradients and optimizer state are of these alone, and the actor is the reference, too.
     """
     actor, generate = cfg.actor, cfg.generate_config
     width = 2 if actor.bf16 else FLOAT32
     parameters = stage_parameters(cfg, model, layout)
-    weights, gradients = parameters * width, parameters * FLOAT32
-    experts = stage_expert_parameters(cfg, model, layout)
+    adapters = stage_adapter_parameters(cfg, model, layout)
+    weights = (parameters + adapters) * width
+    trained = trained_parameters(cfg, model, layout)
+    gradients = trained * FLOAT32
+    experts = 0 if actor.lora_r else stage_expert_parameters(cfg, model, layout)
     shards = layout.dp * layout.cp if actor.use_distributed_optimizer else 1
     expert_shards = shards // layout.ep if actor.use_distributed_optimizer else 1
     state_bytes = 12 if actor.bf16 else 8
-    optimizer = (parameters - experts) * state_bytes // shards + experts * state_bytes // expert_shards
-    reference = weights if uses_reference(cfg) else 0
+    optimizer = (trained - experts) * state_bytes // shards + experts * state_bytes // expert_shards
+    reference = weights if has_reference_model(cfg) else 0
     scorer = resolve_reward_model(cfg)
     reward_model = 0 if scorer is None else stage_parameters(in_place_of_actor(cfg), scorer, layout) * width
     models = 2 if has_critic_model(cfg) else 1
@@ -104,7 +109,7 @@ def estimate_memory(cfg: Config, model: ModelConfig, layout: Layout) -> MemoryEs
     come = weights if layout.integrated and generate.offload_train_param else 0
     came = {"reference": reference if layout.integrated and generate.offload_reference else 0}
     came[REWARD_MODEL] = reward_model if layout.integrated and generate.offload_reward_model else 0
-    came |= {"value": come, "old_log_prob": come}
+    came |= {"value": come, "old_log_prob": come, **({"reference": come} if actor.lora_r else {})}
     kv_per_token = kv_bytes_per_token(cfg, model)
     requests = layout.rows_in_generation + (layout.prompts_in_generation if uses_greedy_baseline(cfg) else 0)
     running = min(generate.max_num_seqs, -(-requests // layout.rollout_replicas))
@@ -149,6 +154,18 @@ def stage_parameters(cfg: Config, model: ModelConfig, layout: Layout) -> int:
     return divided + replicated + stage_expert_parameters(cfg, model, layout)
 
 
+def stage_adapter_parameters(cfg: Config, model: ModelConfig, layout: Layout) -> int:
+    """Of the largest pipeline stage, on one tensor-parallel rank."""
+    return adapter_parameters(model, cfg.actor, most_layers(cfg, model), layout.tp)
+
+
+def trained_parameters(cfg: Config, model: ModelConfig, layout: Layout) -> int:
+    """Parameters on a device of the largest stage that have gradients and optimizer state."""
+    if cfg.actor.lora_r:
+        return stage_adapter_parameters(cfg, model, layout)
+    return stage_parameters(cfg, model, layout)
+
+
 def stage_expert_parameters(cfg: Config, model: ModelConfig, layout: Layout) -> int:
     """The part of `stage_parameters` that are experts, of the stage with most of them, divided by TP and EP."""
     if not model.num_moe_layers:
@@ -188,11 +205,12 @@ class _LayerElements:
     attention: float
     mlp: float  # mean over layers with and without experts
     largest_mlp: float
+    adapters: float  # what low-rank adapters make in between
 
     @property
     def kept(self) -> float:
         """For the backward pass."""
-        return 4 * self.hidden + self.attention + self.mlp
+        return 4 * self.hidden + self.attention + self.mlp + self.adapters
 
     @property
     def at_once(self) -> float:
@@ -214,6 +232,7 @@ def _layer_elements(cfg: Config, model: ModelConfig, layout: Layout) -> _LayerEl
         attention=latents + heads,
         mlp=(1 - share) * kept_dense + share * kept_experts,
         largest_mlp=max(dense if share < 1 else 0, experts if share else 0),
+        adapters=cfg.actor.lora_r * len(cfg.actor.lora_target_modules),
     )
 
 
@@ -281,7 +300,8 @@ def logit_bytes(cfg: Config, model: ModelConfig, layout: Layout) -> int:
 
     The logits and their gradient, and two copies in float32 (which CUDA's kernels do without); the gradient of the
     weights in float32, and in their own width. With the KL over the vocabulary the reference's logits and one more
-    copy in float32, a gradient more, and the reference's final hidden states of a mini-batch's responses.
+    copy in float32, a gradient more, and the reference's final hidden states of a mini-batch's responses. Weights
+    that are frozen beside adapters (LoRA) have no gradient.
     """
     actor, full = cfg.actor, uses_full_kl(cfg)
     width = 2 if actor.bf16 else FLOAT32
@@ -290,19 +310,27 @@ def logit_bytes(cfg: Config, model: ModelConfig, layout: Layout) -> int:
         model.padded_vocab_size(layout.tp) // layout.tp,
     )
     chunk = tokens * columns * ((3 * width + 3 * FLOAT32) if full else (2 * width + 2 * FLOAT32))
-    gradients = columns * model.hidden_size * (FLOAT32 + (2 if full else 1) * width)
+    gradients = 0 if actor.lora_r else columns * model.hidden_size * (FLOAT32 + (2 if full else 1) * width)
     responses = layout.sequences_per_mini_batch_per_rank * cfg.generate_config.sampling_config.max_tokens
     return chunk + gradients + (responses * model.hidden_size * width // layout.cp if full else 0)
 
 
 def bucket_bytes(cfg: Config, model: ModelConfig, layout: Layout) -> int:
-    """Two buckets of the export, and the largest parameter put together from them; 0 where nothing is exchanged."""
-    if layout.tp == layout.pp == layout.ep == 1:
-        return 0
+    """Two buckets of the export, and the largest parameter put together from them; 0 where nothing is exchanged.
+
+    Before that a rank merges adapters (LoRA) into its part of a weight: that in float32, the sum in float32 and as it
+    is sent, of the weights of one bucket or of the largest.
+    """
     width = 2 if cfg.actor.bf16 else FLOAT32
+    merging = 0
+    if cfg.actor.lora_r:
+        sizes = (module_sizes(model, module) for module in cfg.actor.lora_target_modules)
+        merging = max(inputs * outputs for inputs, outputs in sizes) // layout.tp * (2 * FLOAT32 + width)
+    if layout.tp == layout.pp == layout.ep == 1:
+        return merging
     bucket = min(int(cfg.generate_config.resharding_bucket_mb * 2**20), model.num_parameters * width)
     largest = max(model.vocab_size, 2 * model.ffn_hidden_size) * model.hidden_size * width  # gate and up are one
-    return 2 * bucket + largest
+    return 2 * bucket + largest + merging + (bucket if merging else 0)
 
 
 def kv_bytes_per_token(cfg: Config, model: ModelConfig) -> int:

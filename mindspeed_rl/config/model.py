@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
@@ -316,6 +316,11 @@ class ModelConfig(BaseModel):
         """The same with a value head beside the output layer."""
         return SharedModel(**dict(self))
 
+    def with_adapters(self, rank: int, modules: Sequence[str]) -> AdaptedModel:
+        """The same with low-rank adapters beside the named linear layers of every layer that has them."""
+        kinds = {ModelConfig: AdaptedModel, CriticModel: AdaptedCritic, SharedModel: AdaptedShared}
+        return kinds[type(self)](**dict(self), adapter_rank=rank, adapted_modules=tuple(modules))
+
     @property
     def num_parameters(self) -> int:
         """Number of weights, tied embeddings counted once."""
@@ -417,6 +422,21 @@ class SharedModel(ModelConfig):
     def has_value_head(self) -> bool:
         """One value for each token, beside logits."""
         return True
+
+
+class AdaptedModel(ModelConfig):
+    """A model with low-rank adapters: what training holds. Others see the model that adapters are merged into."""
+
+    adapter_rank: PositiveInt
+    adapted_modules: tuple[str, ...]
+
+
+class AdaptedCritic(AdaptedModel, CriticModel):
+    """A critic with adapters."""
+
+
+class AdaptedShared(AdaptedModel, SharedModel):
+    """Policy and critic on the same layers, with adapters."""
 
 
 def _moe_fields(hf: dict[str, Any]) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from mindspeed_rl.config import (  # noqa: F401  # their rules register themselv
     rules_ascend,
     rules_devices,
     rules_experts,
+    rules_lora,
     rules_profiler,
     rules_reward_model,
     rules_rollout,

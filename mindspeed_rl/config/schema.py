@@ -17,6 +17,7 @@ from mindspeed_rl.config.algorithm import AlgorithmConfig
 from mindspeed_rl.config.data import DataConfig
 from mindspeed_rl.config.environment import DETERMINISTIC, RuntimeEnvConfig
 from mindspeed_rl.config.generate import GenerateConfig
+from mindspeed_rl.config.lora import LoraConfig
 from mindspeed_rl.config.model import ModelConfig
 from mindspeed_rl.config.reward import RewardConfig
 from mindspeed_rl.config.reward_model import RewardModelConfig
@@ -33,8 +34,11 @@ from mindspeed_rl.config.section import (
 from mindspeed_rl.config.validation import ValidationConfig
 
 
-class MegatronConfig(DataConfig):
-    """Keys of `megatron_training` (defaults for every model) and `actor_config` (overrides for the actor)."""
+class MegatronConfig(LoraConfig, DataConfig):
+    """Keys of `megatron_training` (defaults for every model) and `actor_config` (overrides for the actor).
+
+    Those on data and on adapters (LoRA) apart.
+    """
 
     # run
     stage: Literal["ray_grpo", "ray_dapo", "ray_ppo"] = Field(

@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
-from mindspeed_rl.config.layout import Layout, pipeline_chunks, scored_stages, uses_reference
+from mindspeed_rl.config.layout import Layout, has_reference_model, pipeline_chunks, scored_stages
 from mindspeed_rl.config.memory import (
     FLOAT32,
     estimate_memory,
     kv_bytes_per_token,
     most_layers,
     rollout_parameters,
-    stage_parameters,
+    trained_parameters,
 )
 from mindspeed_rl.config.model import ModelConfig
 from mindspeed_rl.config.schema import Config
@@ -221,13 +221,15 @@ def scoring_seconds(cfg: Config, model: ModelConfig, layout: Layout, cluster: Cl
 
 
 def update_seconds(cfg: Config, model: ModelConfig, layout: Layout, cluster: Cluster, work: Work) -> float:
-    """Of all optimizer steps: passes, what is computed again, the pipeline's bubble, gradients and weights."""
+    """Of all optimizer steps: passes, what is computed again, the pipeline's bubble, gradients and weights.
+
+    Frozen weights beside adapters (LoRA) need no gradients: a third of the products is left out.
+    """
     actor, epochs = cfg.actor, layout.epochs
     again, forward = _recomputed(cfg, model), _flops_per_device(cfg, model, layout, work)
     of_layers = 1 - 2 * model.vocab_size * model.hidden_size / model.forward_flops([1])[0]
-    seconds = (
-        TRAIN_TO_FORWARD * forward / cluster.training_flops + again * of_layers * forward / cluster.scoring_flops
-    )
+    passes = TRAIN_TO_FORWARD - 1 if actor.lora_r else TRAIN_TO_FORWARD
+    seconds = passes * forward / cluster.training_flops + again * of_layers * forward / cluster.scoring_flops
     micro = _micro_batches(cfg, layout, work, actor.micro_batch_size)
     computing = seconds * _bubble(cfg, model, layout, micro)
     computing += _exchange(cfg, model, layout, cluster, _tokens_per_device(layout, work), TRAIN_TO_FORWARD + again)
@@ -255,7 +257,7 @@ def _data_parallel(cfg: Config, model: ModelConfig, layout: Layout, cluster: Clu
     ranks = layout.dp * layout.cp
     if ranks == 1:
         return 0.0, 0.0
-    parameters, width = stage_parameters(cfg, model, layout), 2 if cfg.actor.bf16 else FLOAT32
+    parameters, width = trained_parameters(cfg, model, layout), 2 if cfg.actor.bf16 else FLOAT32
     moved, rate = parameters * (ranks - 1) / ranks, cluster.link(layout.world // layout.pp)
     if not cfg.actor.use_distributed_optimizer:
         return 2 * moved * FLOAT32 / rate, 0.0
@@ -264,7 +266,7 @@ def _data_parallel(cfg: Config, model: ModelConfig, layout: Layout, cluster: Clu
 
 def _optimizer(cfg: Config, model: ModelConfig, layout: Layout, cluster: Cluster) -> float:
     """Adam reads and writes main weights and two moments in float32, reads gradients, writes weights."""
-    parameters = stage_parameters(cfg, model, layout)
+    parameters = trained_parameters(cfg, model, layout)
     shards = layout.dp * layout.cp if cfg.actor.use_distributed_optimizer else 1
     return parameters * (6 * FLOAT32 + FLOAT32 + 2) / shards / cluster.memory
 
@@ -287,10 +289,9 @@ def offload_seconds(cfg: Config, model: ModelConfig, layout: Layout, cluster: Cl
     if not layout.integrated or cluster.device == "cpu":
         return 0.0
     generate, memory = cfg.generate_config, estimate_memory(cfg, model, layout)
-    moved = (
-        2 * memory.weights * generate.offload_train_param + 2 * memory.optimizer * generate.offload_train_optimizer
-    )
-    if uses_reference(cfg) and generate.offload_reference:
+    of_weights = memory.weights if cfg.actor.lora_r else 2 * memory.weights
+    moved = of_weights * generate.offload_train_param + 2 * memory.optimizer * generate.offload_train_optimizer
+    if has_reference_model(cfg) and generate.offload_reference:
         moved += memory.reference
     return moved / cluster.host
 

@@ -40,15 +40,12 @@ def export_hf(
     memory are in use.
 
     Args:
-        local_params: this rank's shards by Megatron name, layers and experts counted in the whole model.
+        local_params: this rank's shards by Megatron name, layers and experts counted in the whole model; those that
+            `check_parameters` lets pass. What it makes when it is asked lives as long as a bucket.
         plan: of this rank.
         groups: what the plan's collectives run over.
         device: where the shards are.
-
-    Raises:
-        CheckpointError: a parameter is missing, or has another shape or dtype than the plan says.
     """
-    check_parameters(local_params, plan)
     buffers = [torch.empty(size, dtype=torch.uint8, device=device.current()) for size in plan.buffer_bytes]
     stream = device.side_stream()
 

@@ -22,8 +22,8 @@ from typing import Any, Protocol
 import torch
 
 from mindspeed_rl.common.errors import CheckpointError
-from mindspeed_rl.config.model import ModelConfig
-from mindspeed_rl.resharding.tables import OUTPUT_LAYER, TABLES, VALUE_HEAD, Row, Transform, sizes_of
+from mindspeed_rl.config.model import AdaptedModel, ModelConfig
+from mindspeed_rl.resharding.tables import OUTPUT_LAYER, TABLES, VALUE_HEAD, Row, Transform, adapter_rows, sizes_of
 
 Shape = tuple[int, ...]
 
@@ -250,6 +250,8 @@ def _table(model: ModelConfig) -> tuple[Parameter, ...]:
         rows = [row for row in rows if row.megatron != OUTPUT_LAYER]
     if model.has_value_head:
         rows.append(VALUE_HEAD)
+    if isinstance(model, AdaptedModel):
+        rows += adapter_rows(rows, model.adapted_modules)
     of_layer = [row for row in rows if "{layer}" in row.megatron]
     first = rows.index(of_layer[0])  # rows above the layers' rows come before the layers, rows below after them
     return (

@@ -5,11 +5,12 @@ A model family is a *table* of `Row`s (`TABLES`); everything else follows from i
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
-from mindspeed_rl.config.model import ModelConfig
+from mindspeed_rl.config.lora import LORA_A, LORA_B
+from mindspeed_rl.config.model import AdaptedModel, ModelConfig
 
 Transform = Literal["plain", "qkv", "gate_up", "vocab"]
 
@@ -28,6 +29,7 @@ class Row:
 
 
 OUTPUT_LAYER = "output_layer.weight"
+ADAPTER_A, ADAPTER_B = "adapter.a", "adapter.b"  # parameters of a module that has a low-rank adapter
 _MCORE, _HF = "decoder.layers.{layer}.", "model.layers.{layer}."
 
 DENSE_TABLE = (
@@ -197,11 +199,38 @@ TABLES: dict[str, tuple[Row, ...]] = {
 }
 
 
+def adapter_rows(rows: Iterable[Row], modules: Sequence[str]) -> list[Row]:
+    """The rows of low-rank adapters, A [rank, in] and B [out, rank], beside those of the adapted modules' weights.
+
+    A fused module has one A, stored under the fused name, and B's rows as its weight's. Tensor parallelism cuts B
+    where it cuts the weight's rows, A where it cuts its columns.
+    """
+    found = []
+    for row in rows:
+        module, _, kind = row.megatron.rpartition(".")
+        name = module.rpartition(".")[2]
+        if kind != "weight" or name not in modules or "experts" in module:
+            continue
+        stored = [hf.removesuffix(".weight") for hf in row.hf]
+        output = {f"{hf}.{LORA_B}": (shape[0], "rank") for hf, shape in zip(stored, row.hf.values(), strict=True)}
+        fused = f"{stored[0].rpartition('.')[0]}.{name}"
+        inputs = {f"{fused}.{LORA_A}": ("rank", next(iter(row.hf.values()))[1])}
+        cuts_rows = row.tp_dim == 0
+        found += [
+            replace(
+                row, megatron=f"{module}.{ADAPTER_A}", hf=inputs, tp_dim=None if cuts_rows else 1, transform="plain"
+            ),
+            replace(row, megatron=f"{module}.{ADAPTER_B}", hf=output, tp_dim=0 if cuts_rows else None),
+        ]
+    return found
+
+
 def sizes_of(model: ModelConfig) -> dict[str, int]:
     """The sizes that rows name."""
     return {
         "vocab": model.vocab_size,
         "value_head": 1,
+        "rank": model.adapter_rank if isinstance(model, AdaptedModel) else 0,
         "hidden": model.hidden_size,
         "ffn": model.ffn_hidden_size,
         "experts": model.num_moe_experts or 0,

@@ -250,6 +250,7 @@ class GRPOTrainer:
             "carried": self._carried,
             "generation_keys": generation_keys(self.config),
             "start_weights": self.inputs.source.weights,
+            "lora": actor.lora_settings,
             "critic": uses_critic(self.config),
             "critic_shares_actor": shares_critic(self.config),
             "saved": [part for part, is_saved in saved.items() if is_saved],

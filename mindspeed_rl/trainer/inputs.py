@@ -244,6 +244,9 @@ def choose_source(config: Config) -> tuple[Source, dict[str, Any] | None]:
     checkpoint = newest or CheckpointStore.find(actor.load)
     hf_folder = actor.load if load_is_hf else str(Path(checkpoint) / HF_FOLDER)
     if newest is None and actor.finetune:
+        if CheckpointStore.load_trainer(checkpoint).get("lora"):
+            message = f"{checkpoint} holds adapters, no weights to start from: make a folder of both with"
+            raise CheckpointError(f"{message} cli/convert_checkpoint.py --direction mcore2hf, and load that")
         return Source(hf_folder=hf_folder, weights=str(checkpoint)), None
     state = CheckpointStore.load_trainer(checkpoint)
     if state.get("weights_only"):  # converted from a Hugging Face folder: there is no run to go on with
@@ -261,6 +264,11 @@ def choose_source(config: Config) -> tuple[Source, dict[str, Any] | None]:
     if uses_critic(config) and shared != shares_critic(config):
         message = f"is of a run with critic_shares_actor = {shared}: a new run from its weights has finetune: true"
         raise CheckpointError(f"{checkpoint} {message}")
+    if state.get("lora") != actor.lora_settings:
+        trained, trains = (_adapters(settings) for settings in (state.get("lora"), actor.lora_settings))
+        raise CheckpointError(
+            f"{checkpoint} is of a run with {trained}, and this one has {trains}: keep them to go on"
+        )
     for part, wanted, key in (
         ("optimizer", not actor.no_load_optim, "no_load_optim"),
         ("rng", not actor.no_load_rng, "no_load_rng"),
@@ -275,6 +283,14 @@ def choose_source(config: Config) -> tuple[Source, dict[str, Any] | None]:
         load_rng=not actor.no_load_rng,
     )
     return source, state
+
+
+def _adapters(settings: dict[str, Any] | None) -> str:
+    """What `lora_settings` say, for messages."""
+    if settings is None:
+        return "lora_r = 0"
+    modules = ", ".join(settings["target_modules"])
+    return f"lora_r = {settings['r']}, lora_alpha = {settings['alpha']:g}, lora_target_modules = [{modules}]"
 
 
 def stop_tokens(tokenizer: PreTrainedTokenizerBase, hf_folder: str) -> list[int]:

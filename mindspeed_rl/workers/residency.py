@@ -72,6 +72,8 @@ _AFTER: dict[str, tuple[Step, ...]] = {
 
 def before(config: Config, use: str) -> tuple[Step, ...]:
     """What brings what a use of the device needs, and makes room for it."""
+    if use == "reference" and config.actor.lora_r:  # which is the actor without its adapters
+        return _BEFORE["old_log_prob"]
     return (*_BEFORE[use], _REFERENCE) if use == "update" and uses_full_kl(config) else _BEFORE[use]
 
 

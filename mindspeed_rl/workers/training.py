@@ -25,9 +25,9 @@ from mindspeed_rl.common.timing import Timings
 from mindspeed_rl.config.algorithm import COV_LOSSES
 from mindspeed_rl.config.layout import (
     has_critic_model,
+    has_reference_model,
     shares_critic,
     uses_full_kl,
-    uses_reference,
     uses_reward_model,
 )
 from mindspeed_rl.config.model import ModelConfig
@@ -80,7 +80,7 @@ class Training:
             # none while the critic warms up
             steps * (iterations - self.rl.critic_warmup) // iterations,
             self._start_weights(source.weights),
-            with_reference=uses_reference(self.config),
+            with_reference=has_reference_model(self.config),
         )
         load_custom_algorithms(self.rl.custom_algorithm_file)
         self.critic: TrainingEngine | None = None

@@ -4,6 +4,7 @@ import pytest
 from algorithm_examples import ALGORITHM_EXAMPLES, CLIP_HIGHER, PPO
 from ascend_examples import ASCEND_EXAMPLES
 from expert_examples import EXPERT_EXAMPLES
+from lora_examples import LORA_EXAMPLES
 from reward_model_examples import REWARD_MODEL_EXAMPLES
 from validation_examples import VALIDATION_EXAMPLES
 from violations import BASE, DYNAMIC, SEPARATE, violations_of
@@ -259,6 +260,7 @@ EXAMPLES = {
     ),
     **ASCEND_EXAMPLES,
     **EXPERT_EXAMPLES,
+    **LORA_EXAMPLES,
     **ALGORITHM_EXAMPLES,
     **VALIDATION_EXAMPLES,
     **REWARD_MODEL_EXAMPLES,

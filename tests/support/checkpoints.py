@@ -22,17 +22,24 @@ class Sizes:
         self.ep = cfg.expert_model_parallel_size
 
 
-def save(engine: "MegatronEngine", root: Path | str, optimizer: bool = True, rng: bool = True) -> Path:
-    """Write checkpoint 1 below `root`; returns its folder."""
+def save(
+    engine: "MegatronEngine",
+    root: Path | str,
+    optimizer: bool = True,
+    rng: bool = True,
+    start_weights: str | None = None,
+) -> Path:
+    """Write checkpoint 1 below `root`, with Hugging Face weights if `start_weights` is given; returns its folder."""
     rank = dist.get_rank()
-    store = CheckpointStore(root, model=engine.model_config, layout=Sizes(engine.cfg))
+    store = CheckpointStore(root, start_weights, model=engine.backbone, layout=Sizes(engine.cfg))
     if rank == 0:
         store.begin(1)
     dist.barrier()
     CheckpointStore(root).write_rank(1, rank, engine.pieces(optimizer), engine.rank_state(optimizer, rng))
     dist.barrier()
     if rank == 0:
-        store.commit(1, {})
+        state = {"lora": engine.cfg.lora_settings, "start_weights": start_weights}
+        store.commit(1, state, hf_weights=start_weights is not None)
     dist.barrier()
     return Path(root) / "iter_0000001"
 

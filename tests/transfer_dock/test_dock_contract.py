@@ -1,7 +1,6 @@
 """What every TransferDock promises, run against the in-process dock and the one over Ray."""
 
 import pickle
-import re
 import threading
 import time
 from dataclasses import replace
@@ -321,8 +320,9 @@ def test_a_timeout_says_what_was_missing(make_dock, keep_order):
     with pytest.raises(DockTimeout) as caught:
         dock.claim("reward", 0, 8, timeout=0.2)
     text = str(caught.value)
-    assert re.search(r"consumer 'reward' share 0 of 1 waited 0\.\d s for 8 rows of iteration 0", text)
-    assert "row 0 lacks response, label; row 1 lacks response; row 2 lacks response, label" in text
+    waited, _, what = text.partition("consumer 'reward' share 0 of 1 waited ")[2].partition(" s for ")
+    assert float(waited) >= 0.2
+    assert what.startswith("8 rows of iteration 0: row 0 lacks response, label; row 1 lacks response; row 2 lacks")
     assert "and 4 more rows" in text
     held = dock.claim("rollout", 0, 2)
     dock.claim("rollout", 0, 2)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 
@@ -13,7 +13,6 @@ from mindspeed_rl.config.model import ModelConfig
 from mindspeed_rl.config.schema import MegatronConfig
 from mindspeed_rl.device.base import Device
 from mindspeed_rl.engine.megatron.engine import MegatronEngine
-from mindspeed_rl.engine.megatron.language_model import LanguageModel
 from mindspeed_rl.engine.megatron.sharding import Sharding, read_pieces
 from mindspeed_rl.resharding.tables import VALUE_HEAD, VALUE_HEAD_NAME
 
@@ -44,15 +43,14 @@ class CriticEngine(MegatronEngine):
     @property
     def exported(self) -> ModelConfig:
         """The critic itself."""
-        return self.model_config
+        return self._trained(self.backbone)
 
-    def _load(self, chunks: Sequence[LanguageModel], weights: HFWeights | StoredTensors) -> None:
-        parameters = self._parameters_of(chunks)
+    def _load(self, parameters: dict[str, torch.nn.Parameter], weights: HFWeights | StoredTensors) -> None:
         if isinstance(weights, StoredTensors) and weights.names(self.state_prefix + WEIGHTS):
             read_pieces(Sharding(self.model_config, self.layout, parameters, self.state_prefix), weights)
             return
         if isinstance(weights, HFWeights) and VALUE_HEAD_NAME in weights.names:
-            self._fill(parameters, weights, self.model_config)
+            self._fill(parameters, weights, self.exported)
             return
         head = parameters.pop(VALUE_HEAD.megatron, None)
         if head is not None:
@@ -73,8 +71,7 @@ class ActorCriticEngine(MegatronEngine):
     def _trained(self, model: ModelConfig) -> ModelConfig:
         return model.with_value_head()
 
-    def _load(self, chunks: Sequence[LanguageModel], weights: HFWeights | StoredTensors) -> None:
-        parameters = self._parameters_of(chunks)
+    def _load(self, parameters: dict[str, torch.nn.Parameter], weights: HFWeights | StoredTensors) -> None:
         head = parameters.pop(VALUE_HEAD.megatron, None)  # neither other stages nor the reference have one
         self._fill(parameters, weights, self.backbone)
         if head is None:
@@ -88,6 +85,6 @@ class ActorCriticEngine(MegatronEngine):
         return Sharding(self.model_config, self.layout, parameters, role)
 
     def _shardings(self) -> list[Sharding]:
-        body = self._actor_parameters()
+        body = self._trained_parameters()
         head = {name: body.pop(name) for name in (VALUE_HEAD.megatron,) if name in body}
-        return [self._sharding(body, self.state_prefix), self._sharding(head, self.HEAD)]
+        return [self._sharding(body, self._trained_prefix), self._sharding(head, self.HEAD)]

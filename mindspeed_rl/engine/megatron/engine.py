@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -18,15 +19,18 @@ from mindspeed_rl.algorithms.full_kl import vocab_parallel_kl
 from mindspeed_rl.algorithms.log_probs import vocab_parallel_log_probs
 from mindspeed_rl.algorithms.vocabulary import OutputLayer
 from mindspeed_rl.checkpoint.hf import HFWeights
+from mindspeed_rl.checkpoint.lora import ADAPTERS
 from mindspeed_rl.checkpoint.tensors import Piece, StoredTensors
 from mindspeed_rl.common.errors import CheckpointError
 from mindspeed_rl.common.metric import Metric, MetricSet
+from mindspeed_rl.config.lora import adapted
 from mindspeed_rl.config.memory import LOGIT_CHUNK
 from mindspeed_rl.config.model import ModelConfig
 from mindspeed_rl.config.schema import MegatronConfig
 from mindspeed_rl.device.base import Device
 from mindspeed_rl.engine.base import LossFunction, Partition, TokenOutputs
 from mindspeed_rl.engine.megatron.language_model import LanguageModel
+from mindspeed_rl.engine.megatron.lora import MergedWeights, initialise_adapters, is_adapter, without_adapters
 from mindspeed_rl.engine.megatron.model import build_model, data_parallel
 from mindspeed_rl.engine.megatron.offload import HostMemory
 from mindspeed_rl.engine.megatron.optimizer import Optimizer
@@ -34,7 +38,7 @@ from mindspeed_rl.engine.megatron.packing import PackedMicroBatch
 from mindspeed_rl.engine.megatron.scoring import ScoringEngine
 from mindspeed_rl.engine.megatron.sharding import Sharding, pieces_to_write, read_pieces
 from mindspeed_rl.resharding.checksums import training_checksums
-from mindspeed_rl.resharding.export import Groups, export_hf
+from mindspeed_rl.resharding.export import Groups, check_parameters, export_hf
 from mindspeed_rl.resharding.layout import RolloutLayout
 from mindspeed_rl.resharding.plan import ExportPlan, make_plan, planned_dtypes
 from mindspeed_rl.types import RolloutBatch
@@ -61,7 +65,8 @@ class MegatronEngine(ScoringEngine):
         device: this process's device.
         total_steps: optimizer steps of the whole run, for the learning-rate schedule.
         weights: what actor and reference start from.
-        with_reference: keep a frozen copy of the starting weights.
+        with_reference: keep a frozen copy of the starting weights. With adapters (LoRA) none is needed for what asks
+            for the reference: the actor without them is that.
     """
 
     role = "actor"
@@ -76,19 +81,17 @@ class MegatronEngine(ScoringEngine):
         weights: HFWeights | StoredTensors,
         with_reference: bool,
     ):
-        super().__init__(cfg, self._trained(model), device)
+        super().__init__(cfg, adapted(self._trained(model), cfg), device)
         self.backbone = model
-        chunks = build_model(cfg, self.model_config, device, self.layout)
-        self._load(chunks, weights)
-        self.actor = data_parallel(cfg, chunks)
+        self.actor = data_parallel(cfg, self._build(self.model_config, weights))
         self.optimizer = Optimizer(cfg, self.actor, total_steps)
         self._plans: dict[tuple[int, RolloutLayout | None], ExportPlan] = {}
         self.reference: list[LanguageModel] = []
         if with_reference:
-            self.reference = [chunk.requires_grad_(False) for chunk in build_model(cfg, model, device, self.layout)]
-            self._load(self.reference, weights)
+            self.reference = [chunk.requires_grad_(False) for chunk in self._build(model, weights)]
         self._away = {
             "param": HostMemory(device),
+            "base": HostMemory(device, "frozen"),  # what adapters do not change of "param", and goes with it
             "grad": HostMemory(device, "dropped"),
             "optimizer": HostMemory(device),
             "reference": HostMemory(device, "frozen"),
@@ -105,8 +108,21 @@ class MegatronEngine(ScoringEngine):
 
     # ---- weights -------------------------------------------------------------------------------------------------
 
-    def _load(self, chunks: Sequence[LanguageModel], weights: HFWeights | StoredTensors) -> None:
-        self._fill(self._parameters_of(chunks), weights, self.model_config)
+    def _build(self, model: ModelConfig, weights: HFWeights | StoredTensors) -> list[LanguageModel]:
+        """This rank's chunks, with the weights that the run starts from, and adapters that change nothing yet."""
+        chunks = build_model(self.cfg, model, self.device, self.layout)
+        parameters = self._parameters_of(chunks)
+        adapters = {name: parameters.pop(name) for name in list(parameters) if is_adapter(name)}
+        self._load(parameters, weights)
+        if adapters:
+            tp_rank, tp_size = mpu.get_tensor_model_parallel_rank(), mpu.get_tensor_model_parallel_world_size()
+            held = self.layout.held(model, mpu.get_pipeline_model_parallel_rank())
+            initialise_adapters(adapters, held, self.cfg.seed, tp_rank, tp_size)
+        return chunks
+
+    def _load(self, parameters: dict[str, torch.nn.Parameter], weights: HFWeights | StoredTensors) -> None:
+        """Fill what is not an adapter."""
+        self._fill(parameters, weights, self.backbone)
 
     def export_weights(
         self, bucket_bytes: int, rollout: RolloutLayout | None = None
@@ -119,18 +135,19 @@ class MegatronEngine(ScoringEngine):
             expert=_none_if_alone(mpu.get_expert_tensor_and_model_parallel_group()),
             replica=_none_if_alone(mpu.get_expert_tensor_model_pipeline_parallel_group()),
         )
-        return export_hf(self._actor_parameters(), plan, groups, self.device)
+        return export_hf(self._merged_parameters(), plan, groups, self.device)
 
     def weight_checksums(self) -> dict[str, int]:
         """Of all Hugging Face tensors, computed on the shards (a collective; see `resharding.checksums`)."""
         group = _none_if_alone(mpu.get_expert_tensor_model_pipeline_parallel_group())
-        return training_checksums(self._actor_parameters(), self.exported, self.layout, dist.get_rank(), group)
+        return training_checksums(self._merged_parameters(), self.exported, self.layout, dist.get_rank(), group)
 
     def _plan(self, bucket_bytes: int, rollout: RolloutLayout | None) -> ExportPlan:
         """Worked out once: names, shapes and dtypes stay."""
         if (bucket_bytes, rollout) not in self._plans:
             model, rank = self.exported, dist.get_rank()
             plan = make_plan(model, planned_dtypes(self.cfg, model), self.layout, rank, bucket_bytes, rollout)
+            check_parameters(self._actor_parameters(), plan)
             self._plans[bucket_bytes, rollout] = plan
         return self._plans[bucket_bytes, rollout]
 
@@ -140,6 +157,11 @@ class MegatronEngine(ScoringEngine):
             for chunk in self.actor:
                 chunk.start_param_sync(force_sync=True)
         return self._parameters_of([chunk.module for chunk in self.actor])
+
+    def _merged_parameters(self) -> Mapping[str, torch.Tensor]:
+        """Those of a model without adapters that does the same."""
+        parameters = self._actor_parameters()
+        return MergedWeights(parameters, self.cfg.lora_scale) if self.cfg.lora_r else parameters
 
     # ---- passes --------------------------------------------------------------------------------------------------
 
@@ -157,18 +179,26 @@ class MegatronEngine(ScoringEngine):
         log_probs, entropies = vocab_parallel_log_probs(hidden, weight, targets, layer, entropy)
         kl = None
         if micro.reference is not None:
-            of_reference = self.reference[-1].output_weight
+            of_reference = (self.reference[-1] if self.reference else model).output_weight
             kl = of_all(vocab_parallel_kl(hidden, weight, micro.reference, of_reference, layer))
         return TokenOutputs(of_all(log_probs), None if entropies is None else of_all(entropies), kl, values)
 
     @torch.no_grad()
     def _with_reference(self, packed: Sequence[PackedMicroBatch]) -> list[PackedMicroBatch]:
         """The micro-batches with the reference's hidden states, where these are: on the last stage."""
-        assert self.reference, "this run keeps no reference model"
-        found = self._run(self.reference, packed, lambda micro, model, hidden: hidden, forward_only=True)
+        with self._as_reference() as chunks:
+            found = self._run(chunks, packed, lambda micro, model, hidden: hidden, forward_only=True)
         of_micro = found or [None] * len(packed)
         return [replace(micro, reference=hidden) for micro, hidden in zip(packed, of_micro, strict=True)]
 
+    @contextmanager
+    def _as_reference(self) -> Iterator[Sequence[torch.nn.Module]]:
+        """The chunks of the model that the run started from."""
+        assert self.reference or self.cfg.lora_r, "this run keeps no reference model"
+        with without_adapters(self.actor):
+            yield self.reference or self.actor
+
+    @torch.no_grad()
     def score(
         self, batch: RolloutBatch, micro_batches: Partition, temperature: float, reference: bool = False
     ) -> TokenOutputs | None:
@@ -176,13 +206,12 @@ class MegatronEngine(ScoringEngine):
 
         They are in the order of `batch`, whatever the micro-batches.
         """
-        chunks = self.reference if reference else self.actor
-        assert chunks, "this run keeps no reference model"
 
         def outputs(micro: PackedMicroBatch, model: LanguageModel, hidden: torch.Tensor) -> TokenOutputs:
             return self._response_outputs(micro, model, hidden, temperature, entropy=False)
 
-        return self._outputs_of(chunks, batch, micro_batches, outputs)
+        with self._as_reference() if reference else nullcontext(self.actor) as chunks:
+            return self._outputs_of(chunks, batch, micro_batches, outputs)
 
     def train_mini_batch(
         self,
@@ -270,17 +299,21 @@ class MegatronEngine(ScoringEngine):
 
     def offload(self, part: str) -> None:
         """Move "param", "grad" (dropped), "optimizer" or "reference" off the device; a no-op if it is away."""
+        if part == "param":
+            self.offload("base")
         if self._away[part].is_away:
             return
         buffers = [b for chunk in self.actor for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+        parameters = [p for chunk in self.actor for p in chunk.parameters()]
         tensors: dict[str, Sequence[torch.Tensor]] = {
             "param": [buffer.param_data for buffer in buffers if buffer.param_data is not None],
             "grad": [buffer.grad_data for buffer in buffers],
             "optimizer": self.optimizer.tensors(),
             "reference": [p for chunk in self.reference for p in chunk.parameters()],
+            "base": [p for p in parameters if self.cfg.lora_r and not p.requires_grad],
         }
         # without the distributed optimizer every parameter has a storage of its own
-        whole = [p for chunk in self.actor for p in chunk.parameters()]
+        whole = [p for p in parameters if p.requires_grad or not self.cfg.lora_r]
         chosen = tensors[part] or (whole if part == "param" else [])
         self._away[part].offload(chosen)
 
@@ -289,6 +322,8 @@ class MegatronEngine(ScoringEngine):
 
         The optimizer's copies may go on beside forward and backward passes, until its state is used.
         """
+        if part == "param":
+            self.onload("base")
         self._away[part].onload()
         if part != "optimizer":
             self._away[part].ready()
@@ -340,8 +375,17 @@ class MegatronEngine(ScoringEngine):
             model_parallel_cuda_manual_seed(seed)
 
     def _shardings(self) -> list[Sharding]:
-        """All parameters, by what their names in a checkpoint begin with."""
-        return [Sharding(self.model_config, self.layout, self._actor_parameters(), self.state_prefix)]
+        """All that is trained, by what their names in a checkpoint begin with."""
+        return [Sharding(self.model_config, self.layout, self._trained_parameters(), self._trained_prefix)]
+
+    @property
+    def _trained_prefix(self) -> str:
+        return self.state_prefix + (ADAPTERS if self.cfg.lora_r else "")
+
+    def _trained_parameters(self) -> dict[str, torch.nn.Parameter]:
+        """What a checkpoint has to hold: adapters in place of what they leave as it was."""
+        parameters = self._actor_parameters()
+        return {name: p for name, p in parameters.items() if p.requires_grad or not self.cfg.lora_r}
 
 
 def _none_if_alone(group: dist.ProcessGroup) -> dist.ProcessGroup | None:

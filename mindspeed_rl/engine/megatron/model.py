@@ -16,12 +16,13 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from mindspeed_rl.config.kernels import uses_kernel
 from mindspeed_rl.config.layout import Chunks
-from mindspeed_rl.config.model import ModelConfig
+from mindspeed_rl.config.model import AdaptedModel, ModelConfig
 from mindspeed_rl.config.schema import MegatronConfig
 from mindspeed_rl.device.base import Device
 from mindspeed_rl.engine.megatron.experts import GroupedExperts
 from mindspeed_rl.engine.megatron.language_model import LanguageModel
 from mindspeed_rl.engine.megatron.latent_attention import LatentAttention
+from mindspeed_rl.engine.megatron.lora import add_adapters
 from mindspeed_rl.engine.megatron.modules import (
     LatentTransformerConfig,
     PackedAttention,
@@ -205,6 +206,8 @@ def _build_chunk(
     for module in built.modules():  # one of the whole model, or one of each latent attention
         if isinstance(module, RotaryEmbedding):
             module.inv_freq = frequencies
+    if isinstance(model, AdaptedModel):
+        add_adapters(built, model, cfg.lora_scale)
     return built.to(device.current())
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 from typing import Any
 
@@ -81,6 +82,22 @@ def do_without_transformer_engine() -> None:
         multi_latent_attention.HAVE_TE = False
     if IS_OLD:
         distrib_optimizer.quantize_param_shard = _quantize_if_any
+
+
+def leave_frozen_embeddings_alone() -> None:
+    """Before 0.13 stages add up the gradients of a tied embedding also if it is frozen, and has none."""
+    # the package has a function of the same name in place of the module
+    module: Any = importlib.import_module("megatron.core.distributed.finalize_model_grads")
+    add_up = module._allreduce_word_embedding_grads
+    if not IS_OLD or add_up.__name__ == "add_up_trained":
+        return
+
+    def add_up_trained(model: list[Any], *arguments: Any) -> None:
+        named = [item for chunk in model for item in chunk.named_parameters()]
+        if any(p.requires_grad for name, p in named if "word_embeddings" in name or "output_layer" in name):
+            add_up(model, *arguments)
+
+    module._allreduce_word_embedding_grads = add_up_trained
 
 
 def _quantize_if_any(parameters: list[Any], *arguments: Any, **named: Any) -> None:
