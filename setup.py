@@ -68,6 +68,8 @@ setup(
         "console_scripts": [
             "mindspeed-rl-train-grpo = cli.train_grpo:main",
             "mindspeed-rl-train-ppo = cli.train_ppo:main",
+            "mindspeed-rl-train-sft = cli.train_sft:main",
+            "mindspeed-rl-train-dpo = cli.train_dpo:main",
             "mindspeed-rl-train-dapo = cli.train_dapo:main",
             "mindspeed-rl-convert-checkpoint = cli.convert_checkpoint:main",
             "mindspeed-rl-preprocess-data = cli.preprocess_data:main",

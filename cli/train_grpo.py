@@ -21,6 +21,8 @@ COMMANDS = {
     "ray_grpo": "train_grpo",
     "ray_dapo": "train_dapo",
     "ray_ppo": "train_ppo",
+    "sft": "train_sft",
+    "dpo": "train_dpo",
 }  # the configuration's stage -> command
 
 

@@ -1,7 +1,7 @@
 """From a configuration name and overrides to a validated `Config`: hydra composes, pydantic checks types, then rules.
 
 Search order of run configurations and model presets: the user's `--config-dir`, then `configs/grpo`, `configs/dapo`,
-`configs/ppo` and `configs`.
+`configs/ppo`, `configs/sft`, `configs/dpo` and `configs`.
 Everything that is wrong is reported in one `ConfigError`: a bad value does not hide a broken rule.
 """
 
@@ -116,7 +116,7 @@ def shipped_configs() -> Path:
 def _search_folders(config_dir: str | None) -> list[Path]:
     """Folders searched for configurations, first match wins."""
     ours = shipped_configs()
-    folders = [ours / "grpo", ours / "dapo", ours / "ppo", ours]
+    folders = [ours / "grpo", ours / "dapo", ours / "ppo", ours / "sft", ours / "dpo", ours]
     if config_dir is not None:
         user = Path(config_dir).resolve()
         if not user.is_dir():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field
 
@@ -55,3 +55,7 @@ class DataConfig(Section):
     data_seed: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = Field(
         None, description="seed of the order of data; null: `seed`"
     )
+
+    def of_validation(self) -> Self:
+        """With the keys of validation in place of those of training."""
+        return self.model_copy(update={"data_path": self.val_data_path, "train_max_samples": self.val_max_samples})

@@ -189,8 +189,12 @@ def model_parallel(cfg: Config) -> tuple[int, int, int]:
 
 
 def derive_layout(cfg: Config) -> Layout:
-    """Layout of a configuration that has passed `rules.check`, whose divisions come out even."""
+    """Layout of a configuration that has passed `rules.check`, whose divisions come out even.
+
+    Where responses are given, a row of the data set counts as a prompt, and an iteration is an optimizer step.
+    """
     actor, rl = cfg.actor, cfg.rl_config
+    given = {"sft": 1, "dpo": 2}.get(actor.stage)
     world, infer_tp = rl.actor_resource.num_npus, cfg.generate_config.infer_tensor_parallel_size
     rollout = rl.actor_resource if rl.rollout_resource is None else rl.rollout_resource
     return Layout(
@@ -203,8 +207,8 @@ def derive_layout(cfg: Config) -> Layout:
         rollout_replicas=rollout.num_npus // infer_tp,
         prompts_per_iteration=actor.global_batch_size,
         prompts_in_generation=prompts_in_generation(cfg),
-        samples_per_prompt=rl.n_samples_per_prompt,
-        prompts_per_mini_batch=rl.mini_batch_size,
+        samples_per_prompt=given or rl.n_samples_per_prompt,
+        prompts_per_mini_batch=actor.global_batch_size if given else rl.mini_batch_size,
         micro_batch_size=actor.micro_batch_size,
         epochs=rl.epochs,
         train_iters=actor.train_iters,
@@ -284,7 +288,7 @@ def in_place_of_actor(cfg: Config) -> Config:
 
 def uses_reference(cfg: Config) -> bool:
     """True if some term needs the reference model."""
-    return cfg.rl_config.init_kl_coef > 0
+    return cfg.actor.stage == "dpo" if cfg.is_supervised else cfg.rl_config.init_kl_coef > 0
 
 
 def has_reference_model(cfg: Config) -> bool:
@@ -304,7 +308,7 @@ def uses_old_log_probs(cfg: Config) -> bool:
     if those of rollout are taken instead.
     """
     rl = cfg.rl_config
-    if not rl.recompute_logprobs:
+    if not rl.recompute_logprobs or cfg.is_supervised:
         return False
     needed_before = rl.use_kl_in_reward or rl.loss_type in COV_LOSSES
     return needed_before or updates_differ_from_samples(cfg)

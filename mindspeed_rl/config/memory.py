@@ -247,7 +247,7 @@ def pass_bytes(cfg: Config, model: ModelConfig, layout: Layout, stage: str) -> i
     """What a pass of a scoring stage takes: one layer at a time, or hidden states and logits of a chunk."""
     rl, width = cfg.rl_config, 2 if cfg.actor.bf16 else FLOAT32
     sizes = {
-        "reference": rl.ref_forward_micro_batch_size,
+        "reference": cfg.actor.micro_batch_size if cfg.is_supervised else rl.ref_forward_micro_batch_size,
         "value": rl.critic_forward_micro_batch_size,
         "old_log_prob": rl.actor_forward_micro_batch_size,
         REWARD_MODEL: cfg.reward_config.micro_batch_size,

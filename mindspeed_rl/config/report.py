@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -25,7 +26,9 @@ def print_report(cfg: Config, console: Console) -> None:
     if layout.ep > 1:
         places["EP"] = layout.ep_rank
     engines = {"rollout engine": layout.rollout_replica, "rank in engine": layout.rollout_tp_rank}
-    if layout.integrated:
+    if cfg.is_supervised:
+        console.print(_rank_table("Ranks", layout.world, places))
+    elif layout.integrated:
         console.print(_rank_table("Ranks", layout.world, places | engines))
     else:
         console.print(_rank_table("Training ranks", layout.world, places))
@@ -57,26 +60,36 @@ def _table(title: str, *columns: str) -> Table:
 
 def _parallel_table(cfg: Config, layout: Layout) -> Table:
     table = _table("Layout", "what", "value", "from")
-    rows = [
+    rows: list[tuple[str, Any, str]] = [
         ("device", cfg.device, "device"),
         ("training ranks (devices)", layout.world, "rl_config.actor_resource.num_npus"),
         ("training tensor parallel (TP)", layout.tp, "tensor_model_parallel_size"),
         ("training context parallel (CP)", layout.cp, "context_parallel_size"),
         ("training pipeline parallel (PP)", layout.pp, "pipeline_model_parallel_size"),
         ("training data parallel (DP)", layout.dp, "ranks / (TP x CP x PP)"),
-        ("rollout tensor parallel", layout.infer_tp, "generate_config.infer_tensor_parallel_size"),
-        ("rollout engines", layout.rollout_replicas, "rollout ranks / rollout tensor parallel"),
     ]
     if layout.ep > 1:
         rows.insert(5, ("training expert parallel (EP)", layout.ep, "expert_model_parallel_size, of DP x CP"))
-    if layout.integrated:
-        rows.append(("resharding cells", len(layout.cells()), "sets of ranks that exchange weights among themselves"))
-    else:
-        rows.insert(2, ("rollout ranks (devices)", layout.rollout_world, "rl_config.rollout_resource.num_npus"))
-        rows.append(("iterations that rollout may be ahead", cfg.rl_config.staleness, "rl_config.staleness"))
+    if not cfg.is_supervised:
+        rows += _rollout_rows(cfg, layout)
     for what, value, source in rows:
         table.add_row(what, str(value), source)
     return table
+
+
+def _rollout_rows(cfg: Config, layout: Layout) -> list[tuple[str, Any, str]]:
+    rows: list[tuple[str, Any, str]] = [
+        ("rollout tensor parallel", layout.infer_tp, "generate_config.infer_tensor_parallel_size"),
+        ("rollout engines", layout.rollout_replicas, "rollout ranks / rollout tensor parallel"),
+    ]
+    if layout.integrated:
+        cells = ("resharding cells", len(layout.cells()), "sets of ranks that exchange weights among themselves")
+        return [*rows, cells]
+    return [
+        ("rollout ranks (devices)", layout.rollout_world, "rl_config.rollout_resource.num_npus"),
+        *rows,
+        ("iterations that rollout may be ahead", cfg.rl_config.staleness, "rl_config.staleness"),
+    ]
 
 
 def _rank_table(title: str, world: int, places: Mapping[str, Callable[[int], int]]) -> Table:
@@ -91,6 +104,22 @@ def _rank_table(title: str, world: int, places: Mapping[str, Callable[[int], int
 def _batch_table(cfg: Config, layout: Layout) -> Table:
     table = _table("One iteration, from prompts to micro-batches", "what", "value", "from")
     cap = cfg.rl_config.max_packing_token_size
+    micro_batches = (
+        ("tokens of a micro-batch at most", cap, "max_packing_token_size")
+        if cap
+        else ("micro-batches of a mini-batch per rank", layout.micro_batches, "those / micro_batch_size, rounded up")
+    )
+    if cfg.is_supervised:
+        table.title = "One optimizer step"
+        given = [
+            ("rows", layout.prompts_per_iteration, "global_batch_size"),
+            ("sequences per rank", layout.sequences_per_mini_batch_per_rank, "rows x responses of a row / DP"),
+            micro_batches,
+            ("optimizer steps of the run", layout.total_optimizer_steps, "train_iters"),
+        ]
+        for what, value, source in given:
+            table.add_row(what, f"{value:,}", source)
+        return table
     rows = [
         ("prompts", layout.prompts_per_iteration, "global_batch_size"),
         ("sequences", layout.sequences_per_iteration, "prompts x n_samples_per_prompt"),
@@ -101,9 +130,7 @@ def _batch_table(cfg: Config, layout: Layout) -> Table:
             layout.sequences_per_mini_batch_per_rank,
             "mini_batch_size x n_samples_per_prompt / DP",
         ),
-        ("tokens of a micro-batch at most", cap, "max_packing_token_size")
-        if cap
-        else ("micro-batches of a mini-batch per rank", layout.micro_batches, "those / micro_batch_size, rounded up"),
+        micro_batches,
         ("optimizer steps of the run", layout.total_optimizer_steps, "optimizer steps x train_iters"),
     ]
     if layout.prompts_in_generation > layout.prompts_per_iteration:
@@ -143,6 +170,9 @@ def _memory_table(cfg: Config, model: ModelConfig, layout: Layout) -> Table:
     }
     if not layout.integrated:
         del rows["training state kept while generating"], rows["scoring between steps of rollout"]
+    if cfg.is_supervised:
+        of_rollout = ("rollout", "buckets", "KV", "training state", "scoring between", "[bold]generating", "critic")
+        rows = {what: size for what, size in rows.items() if not what.startswith(of_rollout)}
     for what, size in rows.items():
         table.add_row(what, f"{size / GIB:,.3f}")
     return table

@@ -23,6 +23,7 @@ from mindspeed_rl.config import (  # noqa: F401  # their rules register themselv
     rules_profiler,
     rules_reward_model,
     rules_rollout,
+    rules_supervised,
     rules_validation,
 )
 from mindspeed_rl.config.files import actor_path, checkpoint_model, resolve_model, touches
@@ -60,6 +61,8 @@ def check(cfg: Config, broken: Sequence[str] = ()) -> list[Violation]:
     violations: list[Violation] = []
     for each in RULES:
         if _any_touches(each.keys, broken) or (each.needs_model and model is None):
+            continue
+        if not rules_supervised.applies(each, cfg):
             continue
         violations += each.find(cfg, model) if each.needs_model else each.find(cfg)
     if model is not None and not violations and not broken:  # an estimate takes divisions that come out even

@@ -40,6 +40,8 @@ def plan_fits_device(cfg: Config, model: ModelConfig) -> Found:
 def shortages(cfg: Config, memory: MemoryEstimate) -> Iterator[tuple[str, Parts, float]]:
     """What does not fit into `device_memory_gib`: its parts, and how many bytes there are for them."""
     for what, need in NEEDS.items():
+        if cfg.is_supervised and what not in ("an update", "scoring"):
+            continue
         parts, limit = need(cfg, memory)
         if sum(parts.values()) > limit:
             yield what, parts, limit
@@ -54,11 +56,12 @@ def _remedies(cfg: Config, model: ModelConfig, need: Need) -> str:
 
     fitting: dict[str, Any] = {}
     for key, value, changed in _changes(cfg):
-        if key not in fitting and fits(changed):
+        is_read = not cfg.is_supervised or not key.startswith(("generate_config", "rl_config", "reward_config"))
+        if key not in fitting and is_read and fits(changed):
             fitting[key] = value
     if fitting:
         return "; or ".join(f"{key}: {value}" for key, value in fitting.items())
-    if fits(with_generation(cfg, **dict.fromkeys(OFFLOADS, True))):
+    if not cfg.is_supervised and fits(with_generation(cfg, **dict.fromkeys(OFFLOADS, True))):
         return f"all of {', '.join(OFFLOADS)}: true"
     return f"a larger {INFER_TP}" if need is _engine else "more devices, as with a larger tensor_model_parallel_size"
 
@@ -66,6 +69,11 @@ def _remedies(cfg: Config, model: ModelConfig, need: Need) -> str:
 def estimate(cfg: Config, model: ModelConfig) -> MemoryEstimate:
     """Of a configuration whose divisions come out even."""
     return estimate_memory(cfg, model, derive_layout(cfg))
+
+
+def _shares_devices(cfg: Config) -> bool:
+    """Training and rollout take turns on them."""
+    return cfg.rl_config.use_integrated_worker and not cfg.is_supervised
 
 
 def _limit(cfg: Config) -> float:
@@ -81,7 +89,7 @@ def _for_rollout(cfg: Config, memory: MemoryEstimate) -> float:
 
 
 def _update(cfg: Config, memory: MemoryEstimate) -> tuple[Parts, float]:
-    generate, integrated = cfg.generate_config, cfg.rl_config.use_integrated_worker
+    generate, integrated = cfg.generate_config, _shares_devices(cfg)
     asleep = _for_rollout(cfg, memory) if cfg.device == "cpu" and integrated else 0
     reference_stays = uses_full_kl(cfg) or not (generate.offload_reference and integrated)
     reward_model_stays = not (generate.offload_reward_model and integrated)
@@ -110,7 +118,7 @@ def _generation(cfg: Config, memory: MemoryEstimate) -> tuple[Parts, float]:
 
 def _scoring(cfg: Config, memory: MemoryEstimate) -> tuple[Parts, float]:
     """The largest pass without gradients, when the rollout engine sleeps."""
-    integrated = cfg.rl_config.use_integrated_worker
+    integrated = _shares_devices(cfg)
     stays = memory.training_kept
     if not integrated:
         stays = memory.weights + memory.gradients + memory.optimizer + memory.critic + memory.frozen
@@ -129,7 +137,7 @@ def _engine(cfg: Config, memory: MemoryEstimate) -> tuple[Parts, float]:
 
 def _resharding(cfg: Config, memory: MemoryEstimate) -> tuple[Parts, float]:
     """Both engines' weights at once, before those of training may leave; the cache comes later where it can."""
-    generate, integrated = cfg.generate_config, cfg.rl_config.use_integrated_worker
+    generate, integrated = cfg.generate_config, _shares_devices(cfg)
     stays = memory.training_kept - (0 if generate.offload_train_param else memory.weights)
     if not integrated:
         stays = memory.gradients + memory.optimizer + memory.critic + memory.frozen

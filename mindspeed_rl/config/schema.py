@@ -29,8 +29,11 @@ from mindspeed_rl.config.section import (
     Minutes,
     NonNegative,
     Section,
+    Share,
     Switch,
 )
+from mindspeed_rl.config.supervised import STAGES as SUPERVISED_STAGES
+from mindspeed_rl.config.supervised import DPOConfig, SFTConfig
 from mindspeed_rl.config.validation import ValidationConfig
 
 
@@ -41,15 +44,19 @@ class MegatronConfig(LoraConfig, DataConfig):
     """
 
     # run
-    stage: Literal["ray_grpo", "ray_dapo", "ray_ppo"] = Field(
+    stage: Literal["ray_grpo", "ray_dapo", "ray_ppo", "sft", "dpo"] = Field(
         "ray_grpo",
         description="command that the run is for: cli/train_grpo.py, train_dapo.py, or train_ppo.py, which has a "
-        "critic (adv_estimator: gae)",
+        "critic (adv_estimator: gae); or without rollout, train_sft.py and train_dpo.py",
     )
     model: str = Field(
         "auto", description="preset name from `defaults`, or `auto`: read the checkpoint's config.json"
     )
-    global_batch_size: Count = Field(32, description="prompts per iteration, after which rollout weights are synced")
+    global_batch_size: Count = Field(
+        32,
+        description="prompts per iteration, after which rollout weights are synced; of stages sft and dpo rows per "
+        "optimizer step",
+    )
     train_iters: Count = Field(100, description="iterations to run in all, a resumed run's earlier ones included")
     save_interval: Count = Field(100, description="iterations between checkpoints; the last iteration is saved too")
     # with a rollout replica's number added, it still is one of numpy's seeds, which end at 2^32
@@ -136,8 +143,15 @@ class MegatronConfig(LoraConfig, DataConfig):
     # optimizer
     lr: Annotated[float, Field(gt=0)] = Field(1e-6, description="(peak) learning rate")
     min_lr: NonNegative = Field(0.0, description="learning rate at the end of the decay")
-    lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root"] = Field(
-        "constant", description="shape of the decay over all optimizer steps of the run"
+    lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = Field(
+        "constant",
+        description="shape of the decay over all optimizer steps of the run; `WSD`: warm-up, then stable, then decay",
+    )
+    lr_wsd_decay_fraction: Share | None = Field(
+        None, description="with `WSD`: share of all optimizer steps over which the learning rate decays in the end"
+    )
+    lr_wsd_decay_style: Literal["exponential", "linear", "cosine"] = Field(
+        "exponential", description="with `WSD`: shape of that decay"
     )
     lr_warmup_fraction: Fraction = Field(0.0, description="share of all optimizer steps spent on linear warm-up")
     weight_decay: NonNegative = Field(0.01, description="decoupled weight decay of AdamW")
@@ -173,6 +187,11 @@ class MegatronConfig(LoraConfig, DataConfig):
     )
     no_save_optim: Switch = Field(False, description="do not save optimizer and scheduler state")
     no_save_rng: Switch = Field(False, description="do not save random-number state")
+
+    @property
+    def order_seed(self) -> int:
+        """Of the order of data."""
+        return self.seed if self.data_seed is None else self.data_seed
 
     @property
     def uses_ring_attention(self) -> bool:
@@ -314,6 +333,8 @@ class Config(Section):
     )
     rl_config: RLConfig = Field(RLConfig(), description="algorithm, rewards, resources and logging")
     generate_config: GenerateConfig = Field(GenerateConfig(), description="rollout engine and sampling")
+    sft_config: SFTConfig = Field(SFTConfig(), description="with stage sft: supervised fine-tuning")
+    dpo_config: DPOConfig = Field(DPOConfig(), description="with stage dpo: direct preference optimisation")
     model: dict[str, ModelConfig] = Field({}, description="model presets, filled by `defaults: - model: <preset>`")
     device: Literal["auto", "npu", "cuda", "cpu"] = Field("auto", description="kind of device that runs")
     device_memory_gib: Annotated[float, Field(gt=0)] | None = Field(
@@ -353,8 +374,15 @@ class Config(Section):
         return self.actor.model_copy(update=changes)
 
     @property
+    def is_supervised(self) -> bool:
+        """Responses are given, not generated."""
+        return self.actor.stage in SUPERVISED_STAGES
+
+    @property
     def longest_sequence(self) -> int:
         """Most tokens of a prompt and its response."""
+        if self.is_supervised:
+            return self.actor.seq_length
         return self.rl_config.max_prompt_length + self.generate_config.sampling_config.max_tokens
 
     @property

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
 from itertools import chain, islice
@@ -119,7 +119,7 @@ def load_prompts(
         raise DataError(f"apply_chat_template = True, but tokenizer {tokenizer.name_or_path!r} has no chat template")
     encode = _Encoder(actor, tokenizer)
     rows, dropped, truncated, read = list[_Row](), 0, 0, 0
-    for row in _encoded(encode, _records(actor, tokenizer, key), actor.num_workers):
+    for row in encoded(encode, records(actor, tokenizer, key), actor.num_workers):
         read += 1
         excess = len(row.ids) - rl.max_prompt_length
         if excess > 0:
@@ -155,7 +155,7 @@ def shorten(ids: np.ndarray, length: int, truncation: str) -> np.ndarray:
     return np.concatenate((ids[:head], ids[len(ids) - length // 2 :]))
 
 
-def _records(actor: MegatronConfig, tokenizer: PreTrainedTokenizerBase, key: str) -> Iterator[tuple[Record, str]]:
+def records(actor: MegatronConfig, tokenizer: PreTrainedTokenizerBase, key: str) -> Iterator[tuple[Record, str]]:
     """Rows, each with the name of the source that it has if it does not say one."""
     assert actor.data_path is not None
     files = find_files(actor.data_path, key)
@@ -166,17 +166,26 @@ def _records(actor: MegatronConfig, tokenizer: PreTrainedTokenizerBase, key: str
         yield from ((record, file.stem) for record in read_records(file))
 
 
+def read_template(actor: MegatronConfig) -> str | None:
+    """The chat template in place of the tokenizer's.
+
+    Raises:
+        DataError: its file cannot be read.
+    """
+    if actor.chat_template is None:
+        return None
+    try:
+        return Path(actor.chat_template).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"chat_template = {actor.chat_template!r}: cannot be read: {error}") from error
+
+
 class _Encoder:
     """From rows as they are in files to tokens; it and its results travel between processes."""
 
     def __init__(self, actor: MegatronConfig, tokenizer: PreTrainedTokenizerBase):
         self.actor, self.tokenizer = actor, tokenizer
-        self.template = None
-        if actor.chat_template is not None:
-            try:
-                self.template = Path(actor.chat_template).read_text(encoding="utf-8")
-            except (OSError, UnicodeDecodeError) as error:
-                raise DataError(f"chat_template = {actor.chat_template!r}: cannot be read: {error}") from error
+        self.template = read_template(actor)
 
     def __call__(self, records: Sequence[tuple[Record, str]]) -> list[_Row]:
         rows = [self._read(record, source) for record, source in records]
@@ -214,20 +223,21 @@ def read_row(record: Record, file_source: str, actor: MegatronConfig) -> PromptS
     return PromptSample([], prompt, *_labels(record, file_source, actor))
 
 
-_encoder: _Encoder | None = None  # of a process that encodes for another
+Encode = Callable[[Sequence[tuple[Record, str]]], list[Any]]  # rows as they are in files -> with tokens
+_encoder: Encode | None = None  # of a process that encodes for another
 
 
-def _take_encoder(encoder: _Encoder) -> None:
+def _take_encoder(encoder: Encode) -> None:
     global _encoder
     _encoder = encoder
 
 
-def _encode_here(records: Sequence[tuple[Record, str]]) -> list[_Row]:
+def _encode_here(records: Sequence[tuple[Record, str]]) -> list[Any]:
     assert _encoder is not None, "the process was started with one"
     return _encoder(records)
 
 
-def _encoded(encode: _Encoder, records: Iterator[tuple[Record, str]], workers: int) -> Iterator[_Row]:
+def encoded(encode: Encode, records: Iterator[tuple[Record, str]], workers: int) -> Iterator[Any]:
     """Rows in order, encoded here or in so many processes."""
     chunks = iter(lambda: list(islice(records, TOKENISE_AT_ONCE)), [])
     if workers == 1:

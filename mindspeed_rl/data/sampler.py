@@ -33,6 +33,11 @@ class PromptSampler:
         """Epochs completed."""
         return self._used // self.size
 
+    @property
+    def position(self) -> float:
+        """Epochs so far."""
+        return self._used / self.size
+
     def __iter__(self) -> PromptSampler:
         return self
 

@@ -53,6 +53,11 @@ class ConsoleLogger:
     COLUMNS = (
         ("reward", "reward/mean", "{:.3f}"),
         ("val", "val/all/reward/mean", "{:.3f}"),
+        ("loss", "sft/loss", "{:.4f}"),
+        ("loss", "dpo/loss", "{:.4f}"),
+        ("margin", "dpo/margin", "{:+.4f}"),
+        ("accuracy", "dpo/accuracy", "{:.3f}"),
+        ("val_loss", "val/all/loss", "{:.4f}"),
         ("length", "response_length/mean", "{:.1f}"),
         ("s/step", "timing/all", "{:.2f}"),
         ("tok/s/dev", "throughput/total", "{:.0f}"),

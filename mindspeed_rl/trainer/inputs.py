@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,15 +15,13 @@ from mindspeed_rl.algorithms.kl import KL_ESTIMATORS
 from mindspeed_rl.algorithms.losses import POLICY_LOSSES
 from mindspeed_rl.algorithms.registry import Registry, load_custom_algorithms
 from mindspeed_rl.checkpoint.hf import HFWeights, is_hf_folder
-from mindspeed_rl.checkpoint.state import CheckpointReader, CheckpointStore
-from mindspeed_rl.common.errors import CheckpointError, ConfigError, Violation
+from mindspeed_rl.checkpoint.state import CheckpointStore
+from mindspeed_rl.common.errors import ConfigError, Violation
 from mindspeed_rl.config.algorithm import FULL_KL
-from mindspeed_rl.config.files import HF_FOLDER, actor_path, resolve_model, resolve_reward_model
+from mindspeed_rl.config.files import actor_path, resolve_model, resolve_reward_model
 from mindspeed_rl.config.layout import (
     Layout,
     derive_layout,
-    shares_critic,
-    uses_critic,
     uses_greedy_baseline,
     uses_reward_model,
 )
@@ -39,6 +35,7 @@ from mindspeed_rl.data.tokenizer import actor_tokenizer, check_tokenizer
 from mindspeed_rl.resharding.names import check_hf_names
 from mindspeed_rl.resharding.tables import VALUE_HEAD_NAME
 from mindspeed_rl.rewards.manager import RewardManager
+from mindspeed_rl.trainer.source import check_weights, checkpoint_store, choose_source
 from mindspeed_rl.workers.context import Source
 
 
@@ -73,9 +70,7 @@ def prepare(config: Config) -> Inputs:
     source, state = choose_source(config)
     if "load" in config.critic_config.model_fields_set:
         source = replace(source, critic_weights=_critic_weights(config, model))
-    for folder in filter(None, {source.weights, source.state}):
-        names = HFWeights(folder).names if is_hf_folder(folder) else CheckpointReader(folder).weight_names
-        check_hf_names(model, names)
+    check_weights(model, source)
     RewardManager(config.rl_config).close()  # verifiers load, or say why not
     _check_algorithms(config.rl_config)
     tokenizer = actor_tokenizer(config, source.hf_folder)
@@ -85,16 +80,11 @@ def prepare(config: Config) -> Inputs:
         _check_reward_model(config, tokenizer, dataset[0])
     validation = validation_prompts(config, tokenizer)
     _check_sources(config.rl_config, [dataset, *([validation] if validation else [])])
-    order = actor.seed if actor.data_seed is None else actor.data_seed
-    sampler = PromptSampler(len(dataset), actor.global_batch_size, order, shuffle=not actor.no_shuffle)
+    sampler = PromptSampler(len(dataset), actor.global_batch_size, actor.order_seed, shuffle=not actor.no_shuffle)
     if state is not None:
         sampler.load_state_dict(state["sampler"])
         _check_carried(state, config)
-    store = None
-    if actor.save:
-        _check_writable("actor_config.save", actor.save)
-        store = CheckpointStore(actor.save, hf_folder=source.hf_folder, model=model, layout=layout)
-    _check_writable("output_dir", config.output_dir)
+    store = checkpoint_store(config, source, model, layout)
     return Inputs(model, layout, source, state, tokenizer, dataset, sampler, validation, store)
 
 
@@ -117,11 +107,9 @@ def validation_prompts(config: Config, tokenizer: PreTrainedTokenizerBase) -> Pr
     Raises:
         DataError: they cannot be used.
     """
-    actor = config.actor
-    if actor.val_data_path is None:
+    if config.actor.val_data_path is None:
         return None
-    data = {"data_path": actor.val_data_path, "train_max_samples": actor.val_max_samples}
-    return load_prompts(actor.model_copy(update=data), config.rl_config, tokenizer, "val_data_path")
+    return load_prompts(config.actor.of_validation(), config.rl_config, tokenizer, "val_data_path")
 
 
 def _critic_weights(config: Config, model: ModelConfig) -> str:
@@ -222,75 +210,6 @@ def _check_carried(state: dict[str, Any], config: Config) -> None:
     ]
     if violations:
         raise ConfigError(violations)
-
-
-def _check_writable(key: str, folder: str) -> None:
-    """Now, and not when the first checkpoint is due."""
-    try:
-        os.makedirs(folder, exist_ok=True)
-        tempfile.TemporaryFile(dir=folder).close()
-    except OSError as error:
-        raise ConfigError([Violation(key, folder, f"cannot be written to: {error.strerror}")]) from error
-
-
-def choose_source(config: Config) -> tuple[Source, dict[str, Any] | None]:
-    """Weights and state to start from, and the driver's state if the run goes on from a checkpoint."""
-    actor = config.actor
-    assert actor.load is not None, "checked by the configuration's rules"
-    newest = CheckpointStore(actor.save).latest() if actor.save and actor.resume == "auto" else None
-    load_is_hf = is_hf_folder(actor.load)
-    if newest is None and load_is_hf:
-        return Source(hf_folder=actor.load, weights=actor.load), None
-    checkpoint = newest or CheckpointStore.find(actor.load)
-    hf_folder = actor.load if load_is_hf else str(Path(checkpoint) / HF_FOLDER)
-    if newest is None and actor.finetune:
-        if CheckpointStore.load_trainer(checkpoint).get("lora"):
-            message = f"{checkpoint} holds adapters, no weights to start from: make a folder of both with"
-            raise CheckpointError(f"{message} cli/convert_checkpoint.py --direction mcore2hf, and load that")
-        return Source(hf_folder=hf_folder, weights=str(checkpoint)), None
-    state = CheckpointStore.load_trainer(checkpoint)
-    if state.get("weights_only"):  # converted from a Hugging Face folder: there is no run to go on with
-        return Source(hf_folder=hf_folder, weights=str(checkpoint)), None
-    # the reference is what the run once started from, not the checkpoint
-    start = state["start_weights"]
-    if not os.path.exists(start):
-        raise CheckpointError(
-            f"{checkpoint} goes on from a run that started from {start}, which is not there any more"
-        )
-    if uses_critic(config) and not state.get("critic"):
-        message = f"{checkpoint} is of a run without a critic: a new run from its weights has load and finetune: true"
-        raise CheckpointError(message)
-    shared = state.get("critic_shares_actor", False)
-    if uses_critic(config) and shared != shares_critic(config):
-        message = f"is of a run with critic_shares_actor = {shared}: a new run from its weights has finetune: true"
-        raise CheckpointError(f"{checkpoint} {message}")
-    if state.get("lora") != actor.lora_settings:
-        trained, trains = (_adapters(settings) for settings in (state.get("lora"), actor.lora_settings))
-        raise CheckpointError(
-            f"{checkpoint} is of a run with {trained}, and this one has {trains}: keep them to go on"
-        )
-    for part, wanted, key in (
-        ("optimizer", not actor.no_load_optim, "no_load_optim"),
-        ("rng", not actor.no_load_rng, "no_load_rng"),
-    ):
-        if wanted and part not in state["saved"]:
-            raise CheckpointError(f"{checkpoint} was saved without {part} state: set {key}: true to go on without it")
-    source = Source(
-        hf_folder=hf_folder,
-        weights=start,
-        state=str(checkpoint),
-        load_optim=not actor.no_load_optim,
-        load_rng=not actor.no_load_rng,
-    )
-    return source, state
-
-
-def _adapters(settings: dict[str, Any] | None) -> str:
-    """What `lora_settings` say, for messages."""
-    if settings is None:
-        return "lora_r = 0"
-    modules = ", ".join(settings["target_modules"])
-    return f"lora_r = {settings['r']}, lora_alpha = {settings['alpha']:g}, lora_target_modules = [{modules}]"
 
 
 def stop_tokens(tokenizer: PreTrainedTokenizerBase, hf_folder: str) -> list[int]:

@@ -4,19 +4,29 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from threading import Event
-from typing import Any
+from typing import Any, Protocol
 
 from mindspeed_rl.checkpoint.state import CheckpointStore
 from mindspeed_rl.common.errors import CheckpointError
 from mindspeed_rl.config.schema import Config
-from mindspeed_rl.workers.fleet import Fleet
+from mindspeed_rl.workers.group import Watch
 
 logger = logging.getLogger(__name__)
 
 SECONDS_BETWEEN_LOOKS = 0.05  # at what ranks have written
+
+
+class Writers(Protocol):
+    """Workers that write parts of checkpoints: see `workers.fleet.Fleet`."""
+
+    watch: Watch
+
+    def save(self, root: str, iteration: int) -> Sequence[Any]: ...
+
+    def finish_save(self, iteration: int) -> Sequence[Any]: ...
 
 
 class Saver:
@@ -29,7 +39,7 @@ class Saver:
         needed: a checkpoint that retention must not remove.
     """
 
-    def __init__(self, config: Config, store: CheckpointStore, fleet: Fleet, needed: str):
+    def __init__(self, config: Config, store: CheckpointStore, fleet: Writers, needed: str):
         self.actor, self.store, self.fleet, self.needed = config.actor, store, fleet, needed
         self.deadline_minutes = config.rl_config.stage_timeout_minutes
         self._thread = ThreadPoolExecutor(1, "saver")

@@ -88,7 +88,13 @@ class Context:
     config: Config
     layout: Layout
     device: Device
-    dock: TransferDock
+    shared_dock: TransferDock | None  # None: samples do not go through one
+
+    @property
+    def dock(self) -> TransferDock:
+        """What samples go through."""
+        assert self.shared_dock is not None, "this run has no TransferDock"
+        return self.shared_dock
 
     @cached_property
     def memory(self) -> PeakMemory:
@@ -146,7 +152,7 @@ class Worker:
 
         prepare(device, self.config.actor)
 
-    def join(self, address: str, world: int, dock: TransferDock) -> None:
+    def join(self, address: str, world: int, dock: TransferDock | None) -> None:
         """Take this process's device and join the `world` ranks whose rank 0 is at `address`."""
         device = make_device(self.config.device)
         self.prepare(device)

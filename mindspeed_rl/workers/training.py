@@ -7,7 +7,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 
 from mindspeed_rl.algorithms.aggregation import count
 from mindspeed_rl.algorithms.covariance import Collectives, select_tokens, token_noise
@@ -16,10 +15,6 @@ from mindspeed_rl.algorithms.mismatch import mismatch_metrics
 from mindspeed_rl.algorithms.policy_objective import PolicyObjective
 from mindspeed_rl.algorithms.registry import load_custom_algorithms
 from mindspeed_rl.algorithms.value_objective import ValueObjective
-from mindspeed_rl.checkpoint.background import BackgroundWriter
-from mindspeed_rl.checkpoint.hf import HFWeights, is_hf_folder
-from mindspeed_rl.checkpoint.state import CheckpointReader, CheckpointStore
-from mindspeed_rl.checkpoint.tensors import StoredTensors
 from mindspeed_rl.common.metric import MetricSet
 from mindspeed_rl.common.timing import Timings
 from mindspeed_rl.config.algorithm import COV_LOSSES
@@ -37,6 +32,7 @@ from mindspeed_rl.resharding.layout import RolloutLayout
 from mindspeed_rl.transfer_dock.jagged import Jagged
 from mindspeed_rl.transfer_dock.spec import Claim
 from mindspeed_rl.types import Denominators, RolloutBatch
+from mindspeed_rl.workers.checkpoints import Checkpoints
 from mindspeed_rl.workers.context import Context, Source
 from mindspeed_rl.workers.control import ControlGroup
 from mindspeed_rl.workers.reward_model import RewardModel
@@ -70,6 +66,7 @@ class Training:
             context.collective_minutes,
             leader=lambda members: members[-self.layout.tp * self.layout.cp],
         )
+        self.checkpoints = Checkpoints(context)
         initialize_parallel_state(self.config.actor)
         steps, iterations = self.layout.total_optimizer_steps, self.config.actor.train_iters
         kind = ActorCriticEngine if shares_critic(self.config) else MegatronEngine
@@ -79,7 +76,7 @@ class Training:
             context.device,
             # none while the critic warms up
             steps * (iterations - self.rl.critic_warmup) // iterations,
-            self._start_weights(source.weights),
+            self.checkpoints.weights(source.weights),
             with_reference=has_reference_model(self.config),
         )
         load_custom_algorithms(self.rl.custom_algorithm_file)
@@ -90,30 +87,12 @@ class Training:
                 model,
                 context.device,
                 steps,
-                self._start_weights(source.critic_weights or source.weights),
+                self.checkpoints.weights(source.critic_weights or source.weights),
             )
         self.reward_model = RewardModel(context, source) if uses_reward_model(self.config) else None
         self.objective = PolicyObjective(self.rl, horizon=self.sampling.max_tokens)
         self.value_objective = ValueObjective(self.rl, horizon=self.sampling.max_tokens)
-        self.writer = BackgroundWriter(context.device)
-        if source.state is not None:
-            checkpoint = self._open(source.state)
-            state = checkpoint.load_rank(self.rank, self.layout)
-            self.engine.load_state(checkpoint.tensors, state, optimizer=source.load_optim)
-            if self.critic is not None:
-                self.critic.load_state(checkpoint.tensors, state["critic"], optimizer=source.load_optim)
-            if source.load_rng:
-                self.engine.load_rng(state, checkpoint.trainer["iteration"])
-
-    def _start_weights(self, path: str) -> HFWeights | StoredTensors:
-        return HFWeights(path) if is_hf_folder(path) else self._open(path).tensors
-
-    def _open(self, path: str) -> CheckpointReader:
-        """A checkpoint whose tensors the ranks have checked together, each some of the files (a collective)."""
-        checkpoint = CheckpointReader(path)
-        checkpoint.check_tensors(self.rank, self.layout.world)
-        dist.barrier()
-        return checkpoint
+        self.checkpoints.restore(source, self.engine, self.critic)
 
     def export_weights(self, rollout: RolloutLayout | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         """The actor's weights under their Hugging Face names, all or what `rollout` takes here (a collective)."""
@@ -373,12 +352,4 @@ class Training:
         """Write this rank's part of a checkpoint that the driver has begun and will commit."""
         for part in ("param", "optimizer", "critic_param", "critic_optimizer"):
             self.onload(part)
-        actor = self.config.actor
-        optimizer = not actor.no_save_optim
-        pieces = self.engine.pieces(optimizer)
-        state = self.engine.rank_state(optimizer, rng=not actor.no_save_rng)
-        if self.critic is not None:
-            pieces += self.critic.pieces(optimizer)
-            state["critic"] = self.critic.rank_state(optimizer, rng=False)
-        write = self.writer.write if actor.async_save else CheckpointStore.write_rank
-        write(CheckpointStore(root), iteration, self.rank, pieces, state)
+        self.checkpoints.save(root, iteration, self.engine, self.critic)

@@ -74,7 +74,7 @@ class TrainingWorker(Worker):
 
     def finish_save(self) -> None:
         """Wait for the part that `save` has begun to write."""
-        self.training.writer.wait()
+        self.training.checkpoints.writer.wait()
 
     def enter(self, use: str, timings: Timings) -> None:
         """Bring what a stage needs to a device that other roles use, too. Here none does."""

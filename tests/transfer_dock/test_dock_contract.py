@@ -319,11 +319,10 @@ def test_a_timeout_says_what_was_missing(make_dock, keep_order):
     dock.put(0, [1], {"label": ["x"]})
     with pytest.raises(DockTimeout) as caught:
         dock.claim("reward", 0, 8, timeout=0.2)
-    text = str(caught.value)
-    waited, _, what = text.partition("consumer 'reward' share 0 of 1 waited ")[2].partition(" s for ")
+    waited, _, what = str(caught.value).partition("consumer 'reward' share 0 of 1 waited ")[2].partition(" s for ")
     assert float(waited) >= 0.2
     assert what.startswith("8 rows of iteration 0: row 0 lacks response, label; row 1 lacks response; row 2 lacks")
-    assert "and 4 more rows" in text
+    assert "and 4 more rows" in what
     held = dock.claim("rollout", 0, 2)
     dock.claim("rollout", 0, 2)
     with pytest.raises(DockTimeout, match=rf"4 rows are out under a lease \({held.rows[0]}, "):

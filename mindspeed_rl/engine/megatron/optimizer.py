@@ -74,6 +74,8 @@ class Optimizer:
             lr_warmup_steps=warmup_steps,
             lr_decay_steps=max(total_steps, warmup_steps + 1),
             lr_decay_style=cfg.lr_decay_style,
+            wsd_decay_steps=max(1, round((cfg.lr_wsd_decay_fraction or 0.0) * total_steps)),
+            lr_wsd_decay_style=cfg.lr_wsd_decay_style,
             start_wd=cfg.weight_decay,
             end_wd=cfg.weight_decay,
             wd_incr_steps=total_steps,
