@@ -29,9 +29,9 @@ BATCH = 256  # pairs a step
 def wrong_answer(right: str, draw: random.Random) -> str:
     """Another digit, the right answer with more after it, anything, or nothing: what a policy may come up with."""
     kind = draw.random()
-    if kind < 0.35:
+    if kind < 0.45:
         wrong = draw.choice("0123456789")
-    elif kind < 0.6:
+    elif kind < 0.7:
         wrong = right + "".join(draw.choices(TOKENS[1:], k=draw.randint(1, LONGEST_ANSWER - 1)))
     else:
         wrong = "".join(draw.choices(TOKENS[1:], k=draw.randint(0, LONGEST_ANSWER)))

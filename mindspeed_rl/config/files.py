@@ -165,10 +165,15 @@ def unusable_files(cfg: Config, broken: Sequence[str] = ()) -> list[Violation]:
 
 
 def _unusable_tokenizer(cfg: Config) -> Iterator[Violation]:
-    name = cfg.actor.tokenizer_name_or_path
-    files = ("tokenizer.json", "tokenizer_config.json")
-    if name and Path(name).is_dir() and not any((Path(name) / file).is_file() for file in files):
-        yield Violation(actor_path(cfg, "tokenizer_name_or_path"), name, f"holds neither {' nor '.join(files)}")
+    reward, files = cfg.reward_config, ("tokenizer.json", "tokenizer_config.json")
+    named = {
+        actor_path(cfg, "tokenizer_name_or_path"): cfg.actor.tokenizer_name_or_path,
+        "reward_config.tokenizer_name_or_path": reward.tokenizer_name_or_path,
+        "reward_config.load": None if reward.tokenizer_name_or_path else reward.load,
+    }
+    for key, name in named.items():
+        if name and Path(name).is_dir() and not any((Path(name) / file).is_file() for file in files):
+            yield Violation(key, name, f"holds neither {' nor '.join(files)}")
 
 
 def _unusable_checkpoint(cfg: Config) -> Iterator[Violation]:

@@ -201,6 +201,7 @@ WITHOUT = (
     "megatron_training.micro_batch_size",
     "actor_config.micro_batch_size",
     *(f"rl_config.{model}_forward_micro_batch_size" for model in ("actor", "ref", "critic")),
+    "reward_config.micro_batch_size",
 )
 
 

@@ -9,7 +9,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
-from mindspeed_rl.config.layout import Layout, has_reference_model, pipeline_chunks, scored_stages
+from mindspeed_rl.config.files import resolve_reward_model
+from mindspeed_rl.config.layout import (
+    Layout,
+    has_reference_model,
+    in_place_of_actor,
+    pipeline_chunks,
+    scored_stages,
+)
 from mindspeed_rl.config.memory import (
     FLOAT32,
     estimate_memory,
@@ -19,6 +26,7 @@ from mindspeed_rl.config.memory import (
     trained_parameters,
 )
 from mindspeed_rl.config.model import ModelConfig
+from mindspeed_rl.config.reward import REWARD_MODEL
 from mindspeed_rl.config.schema import Config
 from mindspeed_rl.metrics.throughput import TRAIN_TO_FORWARD
 from mindspeed_rl.planner.cluster import GIGA, TERA, Cluster
@@ -212,12 +220,23 @@ def _exchange(
 
 
 def scoring_seconds(cfg: Config, model: ModelConfig, layout: Layout, cluster: Cluster, work: Work) -> float:
-    """Of all passes without gradients."""
-    stages = len(scored_stages(cfg))
+    """Of all passes without gradients. A reward model whose folder is not on this machine counts as another actor."""
+    stages, seconds = scored_stages(cfg), 0.0
+    if REWARD_MODEL in stages:
+        scorer, size = resolve_reward_model(cfg) or model, cfg.reward_config.micro_batch_size
+        seconds += _pass_seconds(in_place_of_actor(cfg), scorer, layout, cluster, work, size)
+    size, others = cfg.rl_config.ref_forward_micro_batch_size, len(set(stages) - {REWARD_MODEL})
+    return seconds + others * _pass_seconds(cfg, model, layout, cluster, work, size)
+
+
+def _pass_seconds(
+    cfg: Config, model: ModelConfig, layout: Layout, cluster: Cluster, work: Work, sequences: int
+) -> float:
+    """Of an iteration's passes of one stage, so many sequences each."""
     flops = _flops_per_device(cfg, model, layout, work)
-    micro = _micro_batches(cfg, layout, work, cfg.rl_config.ref_forward_micro_batch_size)
+    micro = _micro_batches(cfg, layout, work, sequences)
     computing = flops / cluster.scoring_flops * _bubble(cfg, model, layout, micro * layout.mini_batches)
-    return stages * (computing + _exchange(cfg, model, layout, cluster, _tokens_per_device(layout, work), 1.0))
+    return computing + _exchange(cfg, model, layout, cluster, _tokens_per_device(layout, work), 1.0)
 
 
 def update_seconds(cfg: Config, model: ModelConfig, layout: Layout, cluster: Cluster, work: Work) -> float:
@@ -293,6 +312,8 @@ def offload_seconds(cfg: Config, model: ModelConfig, layout: Layout, cluster: Cl
     moved = of_weights * generate.offload_train_param + 2 * memory.optimizer * generate.offload_train_optimizer
     if has_reference_model(cfg) and generate.offload_reference:
         moved += memory.reference
+    if generate.offload_reward_model:
+        moved += memory.reward_model
     return moved / cluster.host
 
 

@@ -24,9 +24,10 @@ SHAPE = {  # for a TP of 4
 
 
 def write_shape(folder: Path, **changes: Any) -> None:
-    """A reward model's config.json, without weights."""
+    """A reward model's config.json and a sign of a tokenizer, without weights."""
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps({**SHAPE, **changes}))
+    (folder / "tokenizer_config.json").write_text("{}")
 
 
 # rule -> (overrides, key path, value, part of the message, part of the suggestion)

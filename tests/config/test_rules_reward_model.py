@@ -119,8 +119,11 @@ def test_its_shape_is_its_own_and_the_layout_the_actors(tmp_path: Path) -> None:
 
 def test_a_folder_without_a_configuration(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
-    (violation,) = violations_of("reward_config.load=empty")
-    assert "holds no config.json" in violation.message
+    found = [violation.message for violation in violations_of("reward_config.load=empty")]
+    assert [message.partition(":")[0] for message in found] == [
+        "holds neither tokenizer.json nor tokenizer_config.json",
+        "holds no config.json",
+    ]
 
 
 def test_paths_that_are_not_there(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "PP2": (2, {"pipeline_model_parallel_size": 2}),
     "CP2": (2, {"context_parallel_size": 2}),
     "DP2": (2, {}),
+    "EP2": (2, {"expert_model_parallel_size": 2}),
 }
 LENGTHS = (7, 1, 12, 5)
 
@@ -57,8 +58,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_scores_are_those_of_transformers(name: str, folder: Path) -> None:
+def test_scores_are_those_of_transformers(name: str, folder: Path, tmp_path: Path) -> None:
     world, settings = LAYOUTS[name]
+    if name == "EP2":
+        folder = make_reward_model(tmp_path / "model", architecture="qwen3_moe")
     found = sorted(filter(None, run_ranks(world, score, str(folder), settings)), key=lambda each: each[0])
     expected = scores_of(folder, sequences())
     assert expected.std() > 0.1

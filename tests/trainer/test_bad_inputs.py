@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 import ray
+from safetensors.torch import load_file, save_file
+from support.reward_models import make_reward_model
 
 from cli.train_grpo import main
 from examples.make_tiny_model import make_tiny_model
@@ -180,3 +182,25 @@ def test_everything_wrong_is_reported_at_once(folder: Path, capsys: pytest.Captu
 def test_weights_for_a_source_that_no_row_has(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code = train("rl_config.source_verifier_weight={dta: {math_verify: 1.0}}")
     assert_refused(capsys, code, 2, "source_verifier_weight.dta", "no row is of this source", "did you mean data?")
+
+
+def test_reward_models_that_score_nothing(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    reward = make_reward_model(folder / "reward")
+    load, weights = "reward_config.load=reward", reward / "model.safetensors"
+    tensors = load_file(weights)
+    save_file({name: tensor for name, tensor in tensors.items() if name != "score.weight"}, weights)
+    assert_refused(
+        capsys, train(load), 2, "reward_config.load = 'reward'", "has no score.weight", "make_reward_model"
+    )
+    save_file({**tensors, "score.weight": tensors["score.weight"].repeat(2, 1)}, weights)
+    assert_refused(capsys, train(load), 2, "score.weight has the shape [2, 64], expected [1, 64]")
+    save_file({name: tensor for name, tensor in tensors.items() if "layers.1" not in name}, weights)
+    assert_refused(capsys, train(load), 1, "lacks 12 tensors", "model.layers.1.")
+    save_file(tensors, weights)
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        (reward / file).unlink()
+    assert_refused(capsys, train(load), 2, "reward_config.load = 'reward'", "holds neither tokenizer.json nor")
+    (folder / "template").write_text("{{ raise_exception('no') }}")
+    template = ("reward_config.chat_template=template", "reward_config.tokenizer_name_or_path=model")
+    assert_refused(capsys, train(load, *template), 1, "the reward model's chat template refuses", "1+1=")
+    assert_refused(capsys, train("reward_config.load=none"), 2, "reward_config.load = 'none'", "no such folder")

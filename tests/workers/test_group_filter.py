@@ -51,7 +51,7 @@ class Manager:
 
     done: int = 0
 
-    def score(self, samples):
+    def score(self, samples, scores=None):
         first, self.done = self.done, self.done + len(samples)
         values = [float(value) for group in FORMAT for value in group][first : self.done]
         total = [1 + value for value in values]
