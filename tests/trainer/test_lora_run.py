@@ -64,9 +64,7 @@ def test_a_run_trains_adapters_alone_and_goes_on(inputs: Path, tmp_path: Path) -
     def config_with(**actor: object) -> Config:
         return Config(megatron_training={}, actor_config={"load": str(root), **actor})
 
-    with pytest.raises(
-        CheckpointError, match=r"is of a run with lora_r = 4, .* this one has lora_r = 0"
-    ):
+    with pytest.raises(CheckpointError, match=r"is of a run with lora_r = 4, .* this one has lora_r = 0"):
         choose_source(config_with())
     with pytest.raises(CheckpointError, match=r"this one has lora_r = 4, lora_alpha = 32"):
         choose_source(config_with(lora_r=4, lora_target_modules=["linear_qkv", "linear_fc2"]))
