@@ -16,6 +16,7 @@ FUSED_MODULES = {
     "linear_fc1": ("gate_proj", "up_proj"),
     "linear_fc2": ("down_proj",),
 }
+FUSED_OF = {module: fused for fused, modules in FUSED_MODULES.items() for module in modules}
 # of these tensor parallelism cuts the outputs, of the others the inputs
 COLUMN_PARALLEL = ("linear_qkv", "linear_fc1")
 LORA_A, LORA_B = "lora_A.weight", "lora_B.weight"  # ends of the names of stored adapters, as in PEFT's files

@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM
 from examples.make_tiny_model import make_tiny_model
 from mindspeed_rl.checkpoint.hf import HFWeights
 from mindspeed_rl.checkpoint.state import open_checkpoint
+from mindspeed_rl.common.errors import CheckpointError
 from mindspeed_rl.config.lora import adapter_parameters
 from mindspeed_rl.config.model import ModelConfig
 from mindspeed_rl.config.schema import MegatronConfig
@@ -172,7 +173,11 @@ def test_files_say_the_same_as_the_engine(trained: tuple[Path, Path]) -> None:
         assert {name.split(".")[-2] for name in changed} == {
             "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj",
         }  # fmt: skip
-        assert dict(open_checkpoint(checkpoint).weights()).keys() == set(stored.names)
+        reader = open_checkpoint(checkpoint)
+        assert dict(reader.weights()).keys() == set(stored.names)
+        reader.trainer["start_weights"] = "gone"
+        with pytest.raises(CheckpointError, match="gone does not exist"):
+            dict(reader.weights())
 
 
 PROMPTS = [[7, 1, 8, 5], [9, 1, 10]]
