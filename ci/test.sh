@@ -39,7 +39,7 @@ older() {
     grep -qx "megatron-core==$(python -c 'import megatron.core as core; print(core.__version__)')" \
         requirements/npu.txt || return 1
     for name in training_layouts latent_attention experts families checkpoint_layouts engine_state critic_engine \
-        shared_critic ring_attention; do
+        shared_critic ring_attention lora lora_state; do
         engine+=("tests/engine/test_$name.py")
     done
     python -m pytest -q -p no:cacheprovider "${engine[@]}" tests/device tests/trainer/test_simulated_npu_run.py \

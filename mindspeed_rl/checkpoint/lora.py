@@ -16,11 +16,10 @@ from safetensors.torch import save_file
 
 from mindspeed_rl.checkpoint.files import fsync_path, write_json
 from mindspeed_rl.checkpoint.tensors import StoredTensors
-from mindspeed_rl.config.lora import FUSED_MODULES, LORA_A, LORA_B
+from mindspeed_rl.config.lora import FUSED_OF, LORA_A, LORA_B
 
 ADAPTERS = "lora."  # what the names of adapters, and of their optimizer state, begin with
 _STORED = f"{ADAPTERS}model."
-_FUSED = {module: fused for fused, modules in FUSED_MODULES.items() for module in modules}
 _PEFT = "base_model.model."  # before all names in PEFT's files
 
 
@@ -53,7 +52,7 @@ class StoredAdapters:
         parent, _, name = module.rpartition(".")
         if f"{module}.{LORA_B}" not in self._names:
             return None
-        stored = f"{parent}.{_FUSED[name]}.{LORA_A}", f"{module}.{LORA_B}"
+        stored = f"{parent}.{FUSED_OF[name]}.{LORA_A}", f"{module}.{LORA_B}"
         a, b = (self.tensors.tensor(_STORED + each) for each in stored)
         return a, b
 

@@ -16,6 +16,9 @@ FUSED_MODULES = {
     "linear_fc1": ("gate_proj", "up_proj"),
     "linear_fc2": ("down_proj",),
 }
+FUSED_OF = {module: fused for fused, modules in FUSED_MODULES.items() for module in modules}
+# of these tensor parallelism cuts the outputs, of the others the inputs
+COLUMN_PARALLEL = ("linear_qkv", "linear_fc1")
 LORA_A, LORA_B = "lora_A.weight", "lora_B.weight"  # ends of the names of stored adapters, as in PEFT's files
 
 
@@ -67,6 +70,6 @@ def adapter_parameters(model: ModelConfig, cfg: LoraConfig, layers: int, tp: int
     elements = 0
     for module in cfg.lora_target_modules:
         inputs, outputs = module_sizes(model, module)
-        divided, whole = (outputs, inputs) if module in ("linear_qkv", "linear_fc1") else (inputs, outputs)
+        divided, whole = (outputs, inputs) if module in COLUMN_PARALLEL else (inputs, outputs)
         elements += divided // tp + whole
     return layers * cfg.lora_r * elements

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from mindspeed_rl.common.errors import Violation
 from mindspeed_rl.config.files import actor_path
-from mindspeed_rl.config.lora import FUSED_MODULES, LoraConfig
+from mindspeed_rl.config.lora import FUSED_MODULES, FUSED_OF, LoraConfig
 from mindspeed_rl.config.model import ModelConfig
 from mindspeed_rl.config.rule import Found, nearest, rule
 from mindspeed_rl.config.schema import Config
 
 RANK, MODULES = "actor.lora_r", "actor.lora_target_modules"
-_FUSED = {module: fused for fused, modules in FUSED_MODULES.items() for module in modules}
 
 
 @rule(RANK, "actor.lora_alpha", MODULES)
@@ -30,18 +29,14 @@ def lora_modules_are_known(cfg: Config) -> Found:
     for module in dict.fromkeys(modules):
         if modules.count(module) > 1:
             yield Violation(path, modules, f"names {module} more than once", "name it once")
-        if module in _FUSED:
-            fused = _FUSED[module]
+        if module in FUSED_OF:
+            fused = FUSED_OF[module]
             others = ", ".join(FUSED_MODULES[fused])
             message = f"{module} is a name of Hugging Face's; in Megatron {others} are {fused}, with one adapter"
             yield Violation(path, modules, message, f"name {fused}")
         elif module not in FUSED_MODULES:
-            yield Violation(
-                path,
-                modules,
-                f"{module} is not a layer that can have an adapter",
-                nearest(module, list(FUSED_MODULES)),
-            )
+            message = f"{module} is not a layer that can have an adapter"
+            yield Violation(path, modules, message, nearest(module, list(FUSED_MODULES)))
 
 
 @rule(RANK, MODULES, needs_model=True)

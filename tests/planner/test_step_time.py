@@ -148,6 +148,19 @@ def test_what_leaves_the_device_comes_back() -> None:
     assert offload_seconds(*setting(), cluster) == 0
 
 
+def test_adapters_cost_less_than_all_weights() -> None:
+    """Frozen weights have no gradients, come back from a copy that the host keeps, and are the reference, too."""
+    keys = ("offload_train_optimizer", "offload_train_grad", "offload_train_param", "offload_reference")
+    lora = ("actor_config.lora_r=8", "actor_config.lora_target_modules=[linear_qkv]")
+    cfg, model, layout = setting(*lora, *(f"generate_config.{key}=true" for key in keys))
+    adapters = 28 * 8 * (1536 + (12 + 2 * 2) * 128)
+    cluster = IDEAL.model_copy(update={"host_gb_s": 10})
+    moved = (model.num_parameters + adapters) * 2 + 2 * 12 * adapters
+    assert offload_seconds(cfg, model, layout, cluster) == pytest.approx(moved / 10e9, rel=1e-3)
+    flops = 1024 * model.forward_flops([640])[0]
+    assert update_seconds(cfg, model, layout, IDEAL, WORK) == pytest.approx(2 * flops / 100e12, rel=1e-6)
+
+
 def test_rollout_apart_is_hidden_behind_training() -> None:
     cfg, model, layout = setting(
         "rl_config.use_integrated_worker=false",

@@ -116,6 +116,20 @@ def test_the_reference_is_there_in_updates_that_need_all_of_its_vocabulary() -> 
     assert uses == 2 * [use for use in NEEDS if use != "reference"]
 
 
+def test_without_adapters_the_actor_is_the_reference() -> None:
+    cfg, there = config(), set(AFTER_UPDATE)
+    cfg = cfg.model_copy(update={"actor_config": cfg.actor_config.model_copy(update={"lora_r": 8})})
+    cfg.__dict__["actor"] = cfg.actor_config
+    for step in [*steps(cfg), *steps(cfg)]:
+        if isinstance(step, str):
+            assert {"param" if part == "reference" else part for part in NEEDS[step]} <= there, step
+            assert "reference" not in there
+        elif step.action == "onload":
+            there.update(step.parts)
+        else:
+            there.difference_update(step.parts)
+
+
 def test_sizes_count_while_they_are_there() -> None:
     cfg = config(offload_train_grad=False)
     sizes = {"param": 2.0, "grad": 4.0, "optimizer": 6.0, "rollout_weights": 2.0, "kv_cache": 9.0, "use rollout": 1.0}

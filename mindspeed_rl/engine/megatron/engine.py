@@ -117,6 +117,7 @@ class MegatronEngine(ScoringEngine):
         if adapters:
             tp_rank, tp_size = mpu.get_tensor_model_parallel_rank(), mpu.get_tensor_model_parallel_world_size()
             held = self.layout.held(model, mpu.get_pipeline_model_parallel_rank())
+            assert adapters.keys() == {name for name in held if is_adapter(name)}, "the layers are those of the table"
             initialise_adapters(adapters, held, self.cfg.seed, tp_rank, tp_size)
         return chunks
 

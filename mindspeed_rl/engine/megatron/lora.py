@@ -16,7 +16,6 @@ from zlib import crc32
 import numpy as np
 import torch
 import torch.nn.functional as F
-from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
@@ -25,6 +24,7 @@ from megatron.core.tensor_parallel.mappings import (
 )
 
 from mindspeed_rl.checkpoint.lora import merge
+from mindspeed_rl.config.lora import COLUMN_PARALLEL
 from mindspeed_rl.config.model import AdaptedModel
 from mindspeed_rl.engine.megatron.versions import leave_frozen_embeddings_alone
 from mindspeed_rl.resharding.names import Parameter
@@ -34,7 +34,7 @@ from mindspeed_rl.resharding.tables import ADAPTER_A, ADAPTER_B, VALUE_HEAD
 class Adapter(torch.nn.Module):
     """s B A, on this tensor-parallel rank."""
 
-    def __init__(self, linear: ColumnParallelLinear | RowParallelLinear, rank: int, scale: float):
+    def __init__(self, linear: Any, rank: int, scale: float, cuts_rows: bool):
         super().__init__()
         outputs, inputs = linear.weight.shape
         of_weight = {"dtype": linear.weight.dtype, "device": linear.weight.device}
@@ -42,7 +42,7 @@ class Adapter(torch.nn.Module):
         self.b = torch.nn.Parameter(torch.empty(outputs, rank, **of_weight))
         self.scale, self.is_enabled = scale, True
         self.sequence_parallel = linear.config.sequence_parallel
-        self.cuts_rows = isinstance(linear, ColumnParallelLinear)
+        self.cuts_rows = cuts_rows  # of the layer's weights, and B's; else A's columns
         # each rank applies the whole matrix to its own tokens: Megatron adds up the gradients of what has this mark
         whole: Any = self.a if self.cuts_rows else self.b
         whole.sequence_parallel = self.sequence_parallel
@@ -80,9 +80,9 @@ def _ask_for_gradient(embedding: torch.nn.Module, inputs: Any, hidden: torch.Ten
 def add_adapters(chunk: Any, model: AdaptedModel, scale: float) -> None:
     """Give a chunk's linear layers adapters, whose values are not set, and freeze all else but a value head."""
     for name, module in list(chunk.named_modules()):
-        is_adapted = name.rpartition(".")[2] in model.adapted_modules and "experts" not in name
-        if is_adapted and isinstance(module, ColumnParallelLinear | RowParallelLinear):
-            module.adapter = Adapter(module, model.adapter_rank, scale)
+        kind = name.rpartition(".")[2]
+        if kind in model.adapted_modules and "experts" not in name:
+            module.adapter = Adapter(module, model.adapter_rank, scale, kind in COLUMN_PARALLEL)
             module.register_forward_hook(_add)
     for name, parameter in chunk.named_parameters():
         parameter.requires_grad_(is_adapter(name) or name == VALUE_HEAD.megatron)
