@@ -22,7 +22,8 @@ from mindspeed_rl.trainer.supervised_inputs import SupervisedInputs
 from mindspeed_rl.trainer.trace import Trace
 from mindspeed_rl.workers.context import Source, WorkerReport
 from mindspeed_rl.workers.group import Watch, WorkerGroup
-from mindspeed_rl.workers.supervised_worker import Shares, SupervisedWorker
+from mindspeed_rl.workers.supervised import Shares
+from mindspeed_rl.workers.supervised_worker import SupervisedWorker
 
 
 class SupervisedFleet:
