@@ -22,7 +22,7 @@ LR = 1e-3
 
 
 def make_rows(responses: int) -> list[SupervisedRow]:
-    """Of different lengths; some tokens of responses do not count. Token 0 transformers gives no gradient: it pads."""
+    """Of different lengths, some tokens not learned; without token 0, to which transformers gives no gradient."""
     rng = np.random.default_rng(1)
 
     def response() -> Response:
