@@ -119,7 +119,6 @@ OBJECTS: dict[str, dict[str, str]] = {
     },
     "engine/megatron/engine.py": {
         "chunk": _DDP,
-        "module": _DDP,
         "model": _LANGUAGE_MODEL,
         "buffer": "megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBuffer",
         "get_cuda_rng_tracker()": "megatron.core.tensor_parallel.random:CudaRNGStatesTracker",
@@ -161,11 +160,13 @@ OBJECTS: dict[str, dict[str, str]] = {
         "self.megatron": " & ".join(_OPTIMIZERS),
         "self.scheduler": "megatron.core.optimizer_param_scheduler:OptimizerParamScheduler",
     },
+    "engine/megatron/reward_model.py": {"model": _LANGUAGE_MODEL},
     "engine/megatron/router.py": {
         "config": _CONFIG,
         "self.config": _CONFIG,
         "router": "megatron.core.transformer.moe.router:TopKRouter",
     },
+    "engine/megatron/scoring.py": {"module": _DDP},
     "engine/vllm/cpu.py": {
         "shared_memory": "vllm.distributed.device_communicators.cpu_communicator:_CPUSHMDistributed",
         "parallel_state._TP": "vllm.distributed.parallel_state:GroupCoordinator",
@@ -236,7 +237,8 @@ OBJECTS: dict[str, dict[str, str]] = {
 _RELOAD = "{worker}.reload_weights & {runner}.reload_weights"  # the worker passes on whatever it gets
 # Expressions that are called, and what they stand for.
 CALLABLES: dict[str, dict[str, str]] = {
-    "engine/megatron/engine.py": {
+    "engine/megatron/model.py": {"kind": _LATENT_CONFIG},
+    "engine/megatron/scoring.py": {
         "get_forward_backward_func()": " & ".join(
             f"megatron.core.pipeline_parallel.schedules:forward_backward_{schedule}"
             for schedule in (
@@ -247,7 +249,6 @@ CALLABLES: dict[str, dict[str, str]] = {
         ),
         "module": "megatron.core.models.gpt:GPTModel.forward",
     },
-    "engine/megatron/model.py": {"kind": _LATENT_CONFIG},
     "engine/vllm/cpu.py": {
         "original": "vllm.distributed.device_communicators.cpu_communicator:_CPUSHMDistributed.make_group_name",
         "worker.reload_weights": _RELOAD,
