@@ -40,12 +40,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(args: argparse.Namespace) -> int:
     from rich.console import Console
 
+    from mindspeed_rl.config.rules_supervised import needs_rollout
+
     generates = args.responses is None
     # a validation before the first iteration, and nothing after it
     args.overrides.append("rl_config.val_before_train=true")
     if not generates:  # they are what is validated on
         args.overrides.append(f"megatron_training.val_data_path={json.dumps(args.responses, ensure_ascii=False)}")
     cfg, resolved_yaml = load_previewed(args, needs_files=generates)
+    needs_rollout(cfg, "cli/evaluate.py")
     if preview(args, cfg):
         return 0
     from mindspeed_rl.trainer.evaluate import evaluate_file, evaluate_model, print_metrics, write_results

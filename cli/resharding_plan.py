@@ -31,10 +31,12 @@ def _run(args: argparse.Namespace) -> int:
     from mindspeed_rl.config.compose import load_config
     from mindspeed_rl.config.files import resolve_model
     from mindspeed_rl.config.layout import derive_layout
+    from mindspeed_rl.config.rules_supervised import needs_rollout
     from mindspeed_rl.resharding.layout import RolloutLayout, WeightLayout
     from mindspeed_rl.resharding.plan import make_plan, planned_dtypes
 
     cfg, _ = load_config(args.config_name, args.overrides, args.config_dir, files_exist=False)
+    needs_rollout(cfg, "resharding")
     model, layout = resolve_model(cfg), derive_layout(cfg)
     training = WeightLayout.configured(cfg.actor, model, layout.dp * layout.cp)
     for rank in args.rank or ():

@@ -19,8 +19,8 @@ OFFLOADS = (
     "offload_train_grad",
     "offload_train_param",
     "offload_reference",
-    "offload_reward_model",
 )
+OF_REWARD_MODEL = "offload_reward_model"
 Parts = dict[str, float]  # bytes, by what takes them
 Need = Callable[[Config, MemoryEstimate], tuple[Parts, float]]  # and how many there are for them
 LEAST_BUCKET_MB = 16.0
@@ -61,8 +61,9 @@ def _remedies(cfg: Config, model: ModelConfig, need: Need) -> str:
             fitting[key] = value
     if fitting:
         return "; or ".join(f"{key}: {value}" for key, value in fitting.items())
-    if not cfg.is_supervised and fits(with_generation(cfg, **dict.fromkeys(OFFLOADS, True))):
-        return f"all of {', '.join(OFFLOADS)}: true"
+    offloads = _offloads(cfg)
+    if not cfg.is_supervised and fits(with_generation(cfg, **dict.fromkeys(offloads, True))):
+        return f"all of {', '.join(offloads)}: true"
     return f"a larger {INFER_TP}" if need is _engine else "more devices, as with a larger tensor_model_parallel_size"
 
 
@@ -160,11 +161,16 @@ NEEDS: dict[str, Need] = {
 }
 
 
+def _offloads(cfg: Config) -> tuple[str, ...]:
+    """Those of what the run has."""
+    return (*OFFLOADS, OF_REWARD_MODEL) if uses_reward_model(cfg) else OFFLOADS
+
+
 def _changes(cfg: Config) -> Iterator[tuple[str, Any, Config]]:
     """Key, value and outcome of single changes that save memory, those first that cost little."""
     generate, actor = cfg.generate_config, cfg.actor
-    for key in OFFLOADS:
-        if not getattr(generate, key) and (key != "offload_reward_model" or uses_reward_model(cfg)):
+    for key in _offloads(cfg):
+        if not getattr(generate, key):
             yield f"generate_config.{key}", "true", with_generation(cfg, **{key: True})
     if not actor.use_distributed_optimizer:
         changed = with_training(cfg, use_distributed_optimizer=True)

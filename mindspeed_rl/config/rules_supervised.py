@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from math import prod
 
-from mindspeed_rl.common.errors import Violation
+from mindspeed_rl.common.errors import ConfigError, Violation
 from mindspeed_rl.config.files import actor_path
 from mindspeed_rl.config.layout import model_parallel
 from mindspeed_rl.config.rule import CP, PP, TP, WORLD, Found, Rule, rule
@@ -25,6 +25,18 @@ def _is_read(key: str) -> bool:
     name = name.partition(".")[0]
     known = {"rl_config": RL_KEYS, "generate_config": GENERATE_KEYS, "critic_config": (), "reward_config": ()}
     return section not in known or name in known[section]
+
+
+def needs_rollout(cfg: Config, command: str) -> None:
+    """Refuse a stage that does not generate, for a command that is about generation.
+
+    Raises:
+        ConfigError: it is one.
+    """
+    if cfg.is_supervised:
+        message = f"has no rollout, which {command} is about"
+        hint = "use the configuration of a ray_ stage; its load may be what this one has trained"
+        raise ConfigError([Violation(actor_path(cfg, "stage"), cfg.actor.stage, message, hint)])
 
 
 @rule(STAGE)

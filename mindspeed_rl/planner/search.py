@@ -18,6 +18,7 @@ from mindspeed_rl.config.memory import FLOAT32, GIB, rollout_parameters
 from mindspeed_rl.config.model import ModelConfig
 from mindspeed_rl.config.rules_memory import (
     LIMIT,
+    OF_REWARD_MODEL,
     OFFLOADS,
     estimate,
     shortages,
@@ -279,11 +280,12 @@ def _rooms(base: Mapping[str, Any], model: ModelConfig, integrated: bool) -> Ite
         ("full", "block", -(-model.num_layers // 2)),
         ("full", "uniform", 1),
     ]
-    for names in ((), OFFLOADS[:1], OFFLOADS) if integrated else ((),):
+    offloads = (*OFFLOADS, OF_REWARD_MODEL) if base.get("reward_config", {}).get("load") else OFFLOADS
+    for names in ((), offloads[:1], offloads) if integrated else ((),):
         for settings in recompute:
             for cap in caps:
                 yield {
-                    **{f"generate_config.{name}": name in names for name in OFFLOADS},
+                    **{f"generate_config.{name}": name in names for name in offloads},
                     **dict(zip((f"actor_config.{name}" for name in RECOMPUTE), settings, strict=True)),
                     "rl_config.max_packing_token_size": cap,
                 }

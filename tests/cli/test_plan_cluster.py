@@ -31,7 +31,7 @@ def test_every_layout_shown_passes_the_rules(staleness: list[str], tmp_path: Pat
     base = OmegaConf.to_container(OmegaConf.create(compose_yaml(NAME)))
     for path in WITHOUT:
         section, _, key = path.rpartition(".")
-        base[section].pop(key, None)
+        base.get(section, {}).pop(key, None)
     for each in plans:
         cfg = validate(OmegaConf.to_container(OmegaConf.merge(base, each["configuration"])))
         layout = derive_layout(cfg)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cli import train_dapo, train_ppo
+from cli import train_dapo, train_dpo, train_ppo, train_sft
 from cli.train_grpo import main
 from mindspeed_rl.common.errors import DataError
 from mindspeed_rl.config.compose import load_config
@@ -55,7 +55,8 @@ def test_dry_run_of_the_7b_configuration_imports_nothing_heavy():
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*po/*.yaml")), ids=lambda path: path.stem)
 def test_dry_run_of_every_shipped_configuration(path, capsys):
-    command = {"grpo": main, "dapo": train_dapo.main, "ppo": train_ppo.main}[path.parent.name]
+    commands = {"dapo": train_dapo, "ppo": train_ppo, "sft": train_sft, "dpo": train_dpo}
+    command = commands[path.parent.name].main if path.parent.name in commands else main
     assert command(["--config-name", path.stem, "--dry-run"]) == 0
     output = capsys.readouterr().out
     assert "Memory per device" in output

@@ -57,7 +57,7 @@ TINY = {
 
 def test_all_names_of_mindspeed_rl_are_reported():
     names = [
-        name.format(verifier=verifier, source="gsm8k", stage="update", status="timeout", k=1, n=8)
+        name.format(verifier=verifier, source="gsm8k", stage="update", status="timeout", k=1, n=8, response="chosen")
         for name in METRICS
         for verifier in ("acc", "strict_format")
     ]
