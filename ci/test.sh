@@ -27,7 +27,7 @@ step types mypy
 step layers python ci/check_layers.py
 step device-api python ci/check_device_api.py
 step sizes python ci/check_size.py
-step migration python ci/generate_migration_docs.py --check
+step coverage python ci/generate_coverage_docs.py --check
 
 # one computing thread a process: the tests start several ranks at a time
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" TOKENIZERS_PARALLELISM=false

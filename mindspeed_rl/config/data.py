@@ -42,7 +42,10 @@ class DataConfig(Section):
     )
     num_workers: Count = Field(1, description="processes that template and tokenise prompts; the result is the same")
     tokenizer_name_or_path: str | None = Field(None, description="Hugging Face folder that holds the tokenizer")
-    use_fast_tokenizer: Switch = Field(True, description="the tokenizer in Rust, where the folder has it")
+    use_fast_tokenizer: Switch = Field(
+        True,
+        description="the tokenizer in Rust; false needs transformers 4, as of NPUs, and is refused by later versions",
+    )
     apply_chat_template: Switch = Field(False, description="wrap the prompt in the tokenizer's chat template")
     chat_template: str | None = Field(
         None, description="with apply_chat_template: a file with the template to use in place of the tokenizer's"

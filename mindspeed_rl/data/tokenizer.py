@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import transformers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from mindspeed_rl.common.errors import DataError
@@ -17,17 +18,22 @@ def load_tokenizer(
     """Tokenizer of a Hugging Face folder; nothing is fetched from a network. Messages call what names it `key`.
 
     Raises:
-        DataError: the folder is missing, holds no tokenizer, or a corrupt one.
+        DataError: the folder is missing, holds no tokenizer, a corrupt one, or only a fast one where that is not
+            wanted (from version 5 on transformers has no others).
     """
     if not Path(path).is_dir():
         raise DataError(f"{key} = {str(path)!r}: no such folder")
     try:
-        return AutoTokenizer.from_pretrained(
+        tokenizer = AutoTokenizer.from_pretrained(
             str(path), trust_remote_code=trust_remote_code, use_fast=use_fast, local_files_only=True
         )
     except (OSError, ValueError, KeyError, TypeError) as error:
         summary = str(error).strip().split("\n")[0]
         raise DataError(f"{key} = {str(path)!r}: cannot be loaded: {summary}") from error
+    if tokenizer.is_fast and not use_fast:
+        message = f"transformers {transformers.__version__} has no other for {str(path)!r}; set it to true"
+        raise DataError(f"use_fast_tokenizer = False: {message}")
+    return tokenizer
 
 
 def actor_tokenizer(config: Config, hf_folder: str) -> PreTrainedTokenizerBase:

@@ -10,7 +10,8 @@ from transformers import AutoModelForCausalLM
 from examples.make_tiny_model import TOKENS, make_tiny_model
 from mindspeed_rl.common.errors import DataError
 from mindspeed_rl.config.model import ModelConfig
-from mindspeed_rl.data.tokenizer import check_tokenizer, load_tokenizer
+from mindspeed_rl.config.schema import Config
+from mindspeed_rl.data.tokenizer import actor_tokenizer, check_tokenizer, load_tokenizer
 
 
 def shape(folder) -> ModelConfig:
@@ -19,6 +20,13 @@ def shape(folder) -> ModelConfig:
 
 def test_fits(tiny_model_dir):
     check_tokenizer(load_tokenizer(tiny_model_dir), shape(tiny_model_dir))
+
+
+def test_a_slow_one_is_refused_where_transformers_has_none(tiny_model_dir):
+    config = Config(megatron_training={"tokenizer_name_or_path": str(tiny_model_dir), "use_fast_tokenizer": False})
+    with pytest.raises(DataError, match=r"use_fast_tokenizer = False: transformers 5.* set it to true"):
+        actor_tokenizer(config, "")
+    assert actor_tokenizer(Config(megatron_training={}), str(tiny_model_dir)).is_fast
 
 
 def test_mismatch(tiny_model_dir):

@@ -1,12 +1,12 @@
 """The tables of other projects' keys: complete, and true to our schema."""
 
 import json
-import re
 from pathlib import Path
 
 import pytest
 
-from ci.generate_migration_docs import TARGET, TITLES, field_of, load, our_keys, render
+from ci.generate_coverage_docs import TARGET, TITLES, field_of, load, our_keys, render
+from ci.generate_coverage_docs import tested_in as file_of
 
 TESTS = Path(__file__).resolve().parents[1]
 REFERENCE = json.loads((TESTS / "config" / "reference_keys.json").read_text())
@@ -32,12 +32,10 @@ def test_each_has_keys_of_ours_or_a_reason(name: str) -> None:
 
 @pytest.mark.parametrize("name", TITLES)
 def test_a_test_names_each_key_of_ours(name: str) -> None:
-    tests = [file for file in TESTS.rglob("*.py") if file != Path(__file__)]
-    words = set().union(*(re.findall(r"\w+", file.read_text(encoding="utf-8")) for file in tests))
-    ours = {key for entry in load(name).values() for key in our_keys(entry)}
-    names = {key: key.rpartition(".")[2] for key in ours}
-    # trackers' keys are put together: use_{package}
-    assert {key for key, name in names.items() if not words & {name, name.removeprefix("use_")}} == set()
+    for key in {key for entry in load(name).values() for key in our_keys(entry)}:
+        assert (TESTS.parent / file_of(key)).is_file()
+    with pytest.raises(ValueError, match="no test names rl_config"):
+        file_of("rl_config.no_such_" + "key_of_ours")
 
 
 def test_the_page_is_up_to_date() -> None:
