@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field
 
-from mindspeed_rl.config.section import Count, Section, Switch
+from mindspeed_rl.config.section import Count, Positive, Section, Switch
 
 
 class CustomDatasetConfig(Section):
@@ -14,6 +14,13 @@ class CustomDatasetConfig(Section):
 
     path: str = Field(description="Python file")
     name: str = Field("Dataset", description="name of the class in it")
+
+
+class CustomSamplerConfig(Section):
+    """An order of rows of the user's: a class in a Python file, see docs/data.md."""
+
+    path: str = Field(description="Python file")
+    name: str = Field("Sampler", description="name of the class in it")
 
 
 class DataConfig(Section):
@@ -54,6 +61,14 @@ class DataConfig(Section):
         {}, description="with apply_chat_template: what the template gets, such as `enable_thinking: false`"
     )
     system_prompt: str | None = Field(None, description="system message put first when a chat template is applied")
+    data_source_weights: dict[str, Positive] | None = Field(
+        None,
+        description="shares of sources among the rows that are used, such as `{gsm8k: 2, code: 1}`; sources that are "
+        "not named are not used; null: every row once an epoch, wherever it comes from",
+    )
+    custom_sampler: CustomSamplerConfig | None = Field(
+        None, description="what chooses rows in place of us; null: see no_shuffle and data_source_weights"
+    )
     no_shuffle: Switch = Field(False, description="keep the data set's order instead of shuffling every epoch")
     data_seed: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = Field(
         None, description="seed of the order of data; null: `seed`"

@@ -147,6 +147,9 @@ def missing_files(cfg: Config, broken: Sequence[str] = ()) -> list[Violation]:
         )
         if path
     ]
+    if sampler := actor.custom_sampler:
+        path = f"{actor_path(cfg, 'custom_sampler')}.path"
+        named.append((path, sampler.path, "file", Path(sampler.path).is_file()))
     if custom:
         named.append(("rl_config.custom_reward_function.path", custom.path, "file", Path(custom.path).is_file()))
     if algorithms := cfg.rl_config.custom_algorithm_file:

@@ -264,6 +264,17 @@ def template_keys_need_the_template(cfg: Config) -> Found:
             yield Violation(actor_path(cfg, key), getattr(actor, key), message, hint)
 
 
+@rule("actor.custom_sampler", "actor.data_source_weights", "actor.no_shuffle")
+def rows_are_chosen_in_one_way(cfg: Config) -> Found:
+    for key in ("data_source_weights", "no_shuffle"):
+        if cfg.actor.custom_sampler is not None and getattr(cfg.actor, key):
+            message = "has no effect with custom_sampler, which chooses all rows"
+            yield Violation(actor_path(cfg, key), getattr(cfg.actor, key), message, "remove one of the two")
+    if cfg.actor.data_source_weights == {}:
+        message = "names no source"
+        yield Violation(actor_path(cfg, "data_source_weights"), {}, message, "null uses all of them")
+
+
 @rule("actor.data_seed", "actor.no_shuffle")
 def an_order_is_drawn(cfg: Config) -> Found:
     if cfg.actor.data_seed is not None and cfg.actor.no_shuffle:

@@ -76,9 +76,14 @@ class PromptDataset:
         return PromptSample(self._ids[first:end].tolist(), row.text, row.label, row.data_source, row.extra, row.chat)
 
     @property
+    def row_sources(self) -> list[str]:
+        """Of each prompt, where it comes from."""
+        return [row.data_source for row in self._rows]
+
+    @property
     def sources(self) -> set[str]:
         """Where the prompts come from."""
-        return {row.data_source for row in self._rows}
+        return set(self.row_sources)
 
     @property
     def samples(self) -> list[PromptSample]:

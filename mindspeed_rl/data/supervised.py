@@ -70,6 +70,11 @@ class SupervisedDataset:
     def __getitem__(self, index: int) -> SupervisedRow:
         return self.rows[index]
 
+    @property
+    def row_sources(self) -> list[str]:
+        """Of each row, where it comes from."""
+        return [row.data_source for row in self.rows]
+
 
 def load_supervised(
     actor: MegatronConfig, config: Config, tokenizer: PreTrainedTokenizerBase, key: str = "data_path"

@@ -30,7 +30,7 @@ from mindspeed_rl.config.rule import nearest
 from mindspeed_rl.config.schema import Config, RLConfig
 from mindspeed_rl.data.prompts import PromptDataset, PromptSample, load_prompts
 from mindspeed_rl.data.reward_inputs import RewardInputs
-from mindspeed_rl.data.sampler import PromptSampler
+from mindspeed_rl.data.sampler import Sampler, make_sampler
 from mindspeed_rl.data.tokenizer import actor_tokenizer, check_tokenizer
 from mindspeed_rl.resharding.names import check_hf_names
 from mindspeed_rl.resharding.tables import VALUE_HEAD_NAME
@@ -49,7 +49,7 @@ class Inputs:
     state: dict[str, Any] | None  # the driver's state in the checkpoint that the run goes on from
     tokenizer: PreTrainedTokenizerBase
     dataset: PromptDataset
-    sampler: PromptSampler  # at the position where the run goes on
+    sampler: Sampler  # at the position where the run goes on
     validation: PromptDataset | None  # what to validate on, if anything
     store: CheckpointStore | None
 
@@ -80,7 +80,7 @@ def prepare(config: Config) -> Inputs:
         _check_reward_model(config, tokenizer, dataset[0])
     validation = validation_prompts(config, tokenizer)
     _check_sources(config.rl_config, [dataset, *([validation] if validation else [])])
-    sampler = PromptSampler(len(dataset), actor.global_batch_size, actor.order_seed, shuffle=not actor.no_shuffle)
+    sampler = make_sampler(actor, dataset.row_sources)
     if state is not None:
         sampler.load_state_dict(state["sampler"])
         _check_carried(state, config)

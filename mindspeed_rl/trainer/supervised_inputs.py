@@ -10,7 +10,7 @@ from mindspeed_rl.config.files import resolve_model
 from mindspeed_rl.config.layout import Layout, derive_layout
 from mindspeed_rl.config.model import ModelConfig
 from mindspeed_rl.config.schema import Config
-from mindspeed_rl.data.sampler import PromptSampler
+from mindspeed_rl.data.sampler import Sampler, make_sampler
 from mindspeed_rl.data.supervised import SupervisedDataset, load_supervised
 from mindspeed_rl.data.tokenizer import actor_tokenizer, check_tokenizer
 from mindspeed_rl.trainer.source import check_weights, checkpoint_store, choose_source
@@ -26,7 +26,7 @@ class SupervisedInputs:
     source: Source
     state: dict[str, Any] | None  # the driver's state in the checkpoint that the run goes on from
     dataset: SupervisedDataset
-    sampler: PromptSampler  # at the position where the run goes on
+    sampler: Sampler  # at the position where the run goes on
     validation: SupervisedDataset | None  # what to validate on, if anything
     store: CheckpointStore | None
 
@@ -51,7 +51,7 @@ def prepare_supervised(config: Config) -> SupervisedInputs:
     validation = None
     if actor.val_data_path is not None:
         validation = load_supervised(actor.of_validation(), config, tokenizer, "val_data_path")
-    sampler = PromptSampler(len(dataset), actor.global_batch_size, actor.order_seed, shuffle=not actor.no_shuffle)
+    sampler = make_sampler(actor, dataset.row_sources)
     if state is not None:
         sampler.load_state_dict(state["sampler"])
     return SupervisedInputs(

@@ -89,7 +89,10 @@ class SupervisedTrainer:
         while self.iteration < self.config.actor.train_iters:
             timings = Timings(self.iteration)
             with timings("all"):
-                rows = [self.inputs.dataset[index] for index in next(self.inputs.sampler)]
+                rows = [
+                    self.inputs.dataset[index]
+                    for index in self.inputs.sampler.take(self.config.actor.global_batch_size)
+                ]
                 reports = self.fleet.call("update", self.iteration, rows, self._shares(rows))
             self.iteration += 1
             self._save_if_due(timings)
@@ -153,7 +156,8 @@ class SupervisedTrainer:
         if self.trace is not None:
             self.trace.add("driver", timings.spans)
         lengths = [length for row in rows for length in row.lengths]
-        merged.mean("data/epoch", self.inputs.sampler.position, unit="epochs")
+        trained = self.iteration * self.config.actor.global_batch_size
+        merged.mean("data/epoch", trained / len(self.inputs.dataset), unit="epochs")
         metrics = merged.finalize()
         metrics |= {f"timing/{stage}": value for stage, value in stage_seconds(timings.spans).items()}
         metrics |= {f"timing/{stage}": max(values) for stage, values in seconds.items()}

@@ -47,6 +47,10 @@ EXAMPLES = {
         ["run_name=a/b"],
         "run_name", "a/b", "name of one folder", "set output_dir",
     ),
+    "rows_are_chosen_in_one_way": (
+        ["megatron_training.custom_sampler={path: mine.py}", "megatron_training.data_source_weights={a: 1}"],
+        "megatron_training.data_source_weights", {"a": 1.0}, "with custom_sampler, which chooses", "one of the two",
+    ),
     "shuffling_needs_order": (
         ["rl_config.shuffle_mini_batch=true", "rl_config.guarantee_order=false"],
         "rl_config.shuffle_mini_batch", True, "needs guarantee_order", "guarantee_order: true",

@@ -5,7 +5,15 @@ import math
 
 import pytest
 
-from mindspeed_rl.metrics.evaluation import Evaluated, flat, majority_is_right, metrics_by_source, pass_at_k
+from mindspeed_rl.metrics.evaluation import (
+    Evaluated,
+    best_at_k,
+    flat,
+    majority_at_k,
+    majority_is_right,
+    metrics_by_source,
+    pass_at_k,
+)
 from mindspeed_rl.rewards.verifiers import final_answer
 
 
@@ -34,6 +42,29 @@ def test_pass_at_k_is_the_share_of_draws_with_a_right_one(n: int) -> None:
 def test_the_most_frequent_answer_counts(answers: list[str], rewards: list[float], expected: bool) -> None:
     group = [response(0, reward, answer) for answer, reward in zip(answers, rewards, strict=True)]
     assert majority_is_right(group, "reward") is expected
+
+
+@pytest.mark.parametrize("k", range(1, 6))
+def test_best_at_k_is_the_mean_of_the_largest_of_all_draws(k: int) -> None:
+    values = [0.5, -1.0, 2.0, 0.5, math.nan, 1.0]
+    draws = list(itertools.combinations([value for value in values if not math.isnan(value)], k))
+    assert best_at_k(values, k) == pytest.approx(sum(map(max, draws)) / len(draws))
+    assert math.isnan(best_at_k(values, 6))
+    right = [1.0, 0.0, 0.0, 1.0, 0.0]
+    assert best_at_k(right, k) == pytest.approx(pass_at_k(5, 2, k))
+
+
+def test_majorities_of_some_responses() -> None:
+    # of three, two say 7, which is right: pairs (7, 7), (7, 8), (8, 7), of which the last goes wrong
+    group = [response(0, 1, "7"), response(0, 0, "8"), response(0, 1, "7")]
+    assert [majority_at_k(group, "reward", k) for k in (1, 2, 3)] == pytest.approx([2 / 3, 2 / 3, 1.0])
+    # of 20, 12 say it: too many draws of 10 to look at all; where 7 is not the majority, it may be the first of two
+    many = [response(0, float(i % 5 < 3), "7" if i % 5 < 3 else "8") for i in range(20)]
+    share, draws = majority_at_k(many, "reward", 10), math.comb(20, 10)
+    least = sum(math.comb(12, i) * math.comb(8, 10 - i) for i in range(6, 11)) / draws
+    most = sum(math.comb(12, i) * math.comb(8, 10 - i) for i in range(5, 11)) / draws
+    assert least - 0.04 < share < most + 0.04
+    assert majority_at_k(many, "reward", 10) == share  # the same draws
 
 
 def test_each_source_and_all_are_counted() -> None:
