@@ -110,7 +110,8 @@ def _work(args: argparse.Namespace, base: dict[str, Any]) -> Any:
         "prompt": base.get("rl_config", {}).get("max_prompt_length", RLConfig().max_prompt_length),
         "response": sampling.get("max_tokens", SamplingConfig().max_tokens),
     }
-    means = {name: getattr(args, f"{name}_tokens") or longest[name] / 2 for name in longest}
+    given = {name: getattr(args, f"{name}_tokens") for name in longest}
+    means = {name: longest[name] / 2 if mean is None else mean for name, mean in given.items()}
     wrong = [
         Violation(f"--{name}-tokens", mean, f"must be between 1 and the longest, {longest[name]}")
         for name, mean in means.items()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
 from itertools import chain, islice
@@ -58,10 +58,20 @@ class PromptDataset:
     Attributes:
         dropped_too_long: how many were left out as longer than `max_prompt_length`.
         truncated: how many were shortened to it.
+        sources_read: where the rows come from, those that were left out, too.
+        is_whole: all rows have been read; false where there were enough before.
     """
 
-    def __init__(self, rows: Sequence[_Row], dropped_too_long: int = 0, truncated: int = 0):
+    def __init__(
+        self,
+        rows: Sequence[_Row],
+        dropped_too_long: int = 0,
+        truncated: int = 0,
+        sources_read: Set[str] = frozenset(),
+        is_whole: bool = True,
+    ):
         self.dropped_too_long, self.truncated = dropped_too_long, truncated
+        self.sources_read, self.is_whole = sources_read | {row.data_source for row in rows}, is_whole
         self._bounds = np.cumsum([0, *(len(row.ids) for row in rows)])
         self._ids = np.concatenate([row.ids for row in rows])
         # what is in the one array need not be kept in many
@@ -79,11 +89,6 @@ class PromptDataset:
     def row_sources(self) -> list[str]:
         """Of each prompt, where it comes from."""
         return [row.data_source for row in self._rows]
-
-    @property
-    def sources(self) -> set[str]:
-        """Where the prompts come from."""
-        return set(self.row_sources)
 
     @property
     def samples(self) -> list[PromptSample]:
@@ -123,9 +128,10 @@ def load_prompts(
     if actor.apply_chat_template and not (actor.chat_template or tokenizer.chat_template):
         raise DataError(f"apply_chat_template = True, but tokenizer {tokenizer.name_or_path!r} has no chat template")
     encode = _Encoder(actor, tokenizer)
-    rows, dropped, truncated, read = list[_Row](), 0, 0, 0
+    rows, dropped, truncated, read, sources, is_whole = list[_Row](), 0, 0, 0, set[str](), True
     for row in encoded(encode, records(actor, tokenizer, key), actor.num_workers):
         read += 1
+        sources.add(row.data_source)
         excess = len(row.ids) - rl.max_prompt_length
         if excess > 0:
             if actor.truncation == "error":
@@ -139,6 +145,7 @@ def load_prompts(
             row = replace(row, ids=ids, text=str(tokenizer.decode(ids)))
         rows.append(row)
         if len(rows) == actor.train_max_samples:
+            is_whole = False
             break
     if not read:
         raise DataError(f"{key} = {actor.data_path!r}: the data set is empty")
@@ -147,7 +154,7 @@ def load_prompts(
             f"{key} = {actor.data_path!r}: all {read} prompts are longer than "
             f"max_prompt_length = {rl.max_prompt_length} tokens"
         )
-    return PromptDataset(rows, dropped, truncated)
+    return PromptDataset(rows, dropped, truncated, sources, is_whole)
 
 
 def shorten(ids: np.ndarray, length: int, truncation: str) -> np.ndarray:
@@ -223,6 +230,9 @@ def read_row(record: Record, file_source: str, actor: MegatronConfig) -> PromptS
         DataError: a column that cannot be used; names the place.
     """
     prompt = record.require(actor.prompt_key, "prompt_key")
+    if not isinstance(prompt, str | list):
+        message = f"must be text or a list of messages, is {prompt!r:.80}"
+        raise DataError(f"{record.where}: prompt_key = {actor.prompt_key!r}: {message}")
     if not isinstance(prompt, str):
         prompt = "\n".join(str(message.get("content", "")) for message in prompt if isinstance(message, dict))
     return PromptSample([], prompt, *_labels(record, file_source, actor))

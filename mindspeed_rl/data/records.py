@@ -56,7 +56,7 @@ def find_files(data_path: str | Sequence[str], key: str = "data_path") -> list[P
     key: what names them, for messages.
 
     Raises:
-        DataError: an entry is neither, or is of an unknown type.
+        DataError: an entry is neither, or is of an unknown type; or there is no entry.
     """
     files = []
     for entry in [data_path] if isinstance(data_path, str) else data_path:
@@ -67,6 +67,8 @@ def find_files(data_path: str | Sequence[str], key: str = "data_path") -> list[P
         if found.suffix not in SUFFIXES:
             raise DataError(f"{key} = {entry!r}: file type {found.suffix!r} is not one of {', '.join(SUFFIXES)}")
         files.append(found)
+    if not files:
+        raise DataError(f"{key} = {data_path!r}: names no file")
     return files
 
 

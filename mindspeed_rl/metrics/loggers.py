@@ -22,7 +22,6 @@ from mindspeed_rl.config.schema import RLConfig
 from mindspeed_rl.metrics.names import with_aliases
 
 METRICS_FILE = "metrics.jsonl"
-SAMPLES_FILE = "samples.jsonl"
 DEFAULT_PROJECT = "mindspeed_rl"
 
 Sample = Mapping[str, Any]  # prompt, response, label, reward
@@ -114,7 +113,7 @@ class ConsoleLogger:
 
 
 class JsonlLogger:
-    """`metrics.jsonl` and `samples.jsonl` in the run folder: an object a line, on disk after each step.
+    """`metrics.jsonl`, `samples.jsonl` and `val_samples.jsonl` in the run folder: an object a line, written at once.
 
     A resumed run appends, so that a step may occur twice: the later line is the one that counts. Numbers that
     JSON does not know (NaN, infinities) are written as null.
@@ -123,19 +122,21 @@ class JsonlLogger:
     def __init__(self, run_dir: Path):
         run_dir.mkdir(parents=True, exist_ok=True)
         self.metrics = (run_dir / METRICS_FILE).open("a", encoding="utf-8")
-        self.samples = (run_dir / SAMPLES_FILE).open("a", encoding="utf-8")
+        self.folder, self.samples = run_dir, dict[str, TextIO]()
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
         self._write(self.metrics, {"step": step, **finite})
 
     def log_samples(self, step: int, samples: Sequence[Sample], name: str = "samples") -> None:
+        if name not in self.samples:
+            self.samples[name] = (self.folder / f"{name}.jsonl").open("a", encoding="utf-8")
         for sample in samples:
-            self._write(self.samples, {"step": step, **sample})
+            self._write(self.samples[name], {"step": step, **sample})
 
     def close(self) -> None:
-        self.metrics.close()
-        self.samples.close()
+        for file in (self.metrics, *self.samples.values()):
+            file.close()
 
     @staticmethod
     def _write(file: TextIO, record: Mapping[str, Any]) -> None:

@@ -89,9 +89,11 @@ def prepare(config: Config) -> Inputs:
 
 
 def _check_sources(rl: RLConfig, datasets: Sequence[PromptDataset]) -> None:
-    """A source without rows is a name spelled wrong."""
+    """A source that no row has is a name spelled wrong; it is not known before all rows have been read."""
     key = "rl_config.source_verifier_weight"
-    known = sorted(set().union(*(dataset.sources for dataset in datasets)))
+    if not all(dataset.is_whole for dataset in datasets):
+        return
+    known = sorted(set().union(*(dataset.sources_read for dataset in datasets)))
     violations = [
         Violation(f"{key}.{source}", weights, "no row is of this source", nearest(source, known))
         for source, weights in rl.source_verifier_weight.items()

@@ -111,6 +111,7 @@ def test_a_preview_starts_nothing(capsys: pytest.CaptureFixture[str]) -> None:
             1,
             "answer_key = 'reward_model.ground_truth'",
         ),
+        ({"prompt": 1, "responses": "a"}, [], 1, "prompt_key = 'prompt': must be text or a list of messages, is 1"),
         ({"prompt": "1"}, ["rl_config.val_metric=accc"], 2, "rl_config.val_metric = 'accc'"),
         ({"prompt": "1"}, ["rl_config.verifier_function=[ac]"], 2, "rl_config.verifier_function"),
     ],

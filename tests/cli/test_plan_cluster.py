@@ -99,3 +99,8 @@ def test_a_cluster_file_says_all_it_must(tmp_path: Path, capsys) -> None:
     errors = capsys.readouterr().err
     assert "tflops = -1" in errors
     assert "memory_gib" in errors
+
+
+def test_no_tokens_are_no_default(capsys) -> None:
+    assert plan("--cluster", "h200", "--devices", "8", "--prompt-tokens", "0") == 2
+    assert "--prompt-tokens = 0.0: must be between 1 and the longest" in capsys.readouterr().err

@@ -3,6 +3,7 @@
 import pytest
 from algorithm_examples import ALGORITHM_EXAMPLES, CLIP_HIGHER, PPO
 from ascend_examples import ASCEND_EXAMPLES
+from data_examples import DATA_EXAMPLES
 from expert_examples import EXPERT_EXAMPLES
 from lora_examples import LORA_EXAMPLES
 from reward_model_examples import REWARD_MODEL_EXAMPLES
@@ -46,10 +47,6 @@ EXAMPLES = {
     "run_name_is_one_folder": (
         ["run_name=a/b"],
         "run_name", "a/b", "name of one folder", "set output_dir",
-    ),
-    "rows_are_chosen_in_one_way": (
-        ["megatron_training.custom_sampler={path: mine.py}", "megatron_training.data_source_weights={a: 1}"],
-        "megatron_training.data_source_weights", {"a": 1.0}, "with custom_sampler, which chooses", "one of the two",
     ),
     "shuffling_needs_order": (
         ["rl_config.shuffle_mini_batch=true", "rl_config.guarantee_order=false"],
@@ -187,14 +184,6 @@ EXAMPLES = {
         ["rl_config.verifier_function=[acc]", "rl_config.source_verifier_weight={gsm8k: {math_verify: 1.0}}"],
         "rl_config.source_verifier_weight.gsm8k.math_verify", 1.0, "not in verifier_function", "known: acc",
     ),
-    "template_keys_need_the_template": (
-        ["actor_config.system_prompt='Be brief.'", "megatron_training.apply_chat_template=false"],
-        "actor_config.system_prompt", "Be brief.", "apply_chat_template = False", "apply_chat_template: true",
-    ),
-    "an_order_is_drawn": (
-        ["megatron_training.data_seed=7", "megatron_training.no_shuffle=true"],
-        "megatron_training.data_seed", 7, "no_shuffle = True", "remove one",
-    ),
     "recompute_keys_agree": (
         ["megatron_training.recompute_granularity=selective", "megatron_training.recompute_num_layers=null"],
         "megatron_training.recompute_method", "block", "which is 'selective'", "recompute_granularity: full",
@@ -264,6 +253,7 @@ EXAMPLES = {
         "rl_config.use_remove_padding", False, "always packed", "set it to true",
     ),
     **ASCEND_EXAMPLES,
+    **DATA_EXAMPLES,
     **EXPERT_EXAMPLES,
     **LORA_EXAMPLES,
     **ALGORITHM_EXAMPLES,

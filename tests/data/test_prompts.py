@@ -303,3 +303,24 @@ def test_the_example_of_a_data_set(tmp_path, load):
         ("3+4=", "7", "sums", 4),
         ("10+5=", "15", "sums", 10),
     ]
+
+
+def test_sources_are_known_even_if_their_rows_are_left_out(load, tmp_path):
+    rows = [
+        {"prompt": "1+1=", "answer": "2", "data_source": "short"},
+        {"prompt": "1+1+1+1+1+1+1+1+1=", "answer": "9", "data_source": "long"},
+        {"prompt": "2+1=", "answer": "3", "data_source": "late"},
+    ]
+    path = write_jsonl(tmp_path / "data.jsonl", rows)
+    found = load(path)
+    assert (found.row_sources, found.sources_read, found.is_whole) == (
+        ["short", "late"],
+        {"short", "long", "late"},
+        True,
+    )
+    assert not load(path, train_max_samples=1).is_whole  # what else there is nobody has seen
+
+
+def test_no_file_is_named(load):
+    with pytest.raises(DataError, match=r"data_path = \[\]: names no file"):
+        load([])

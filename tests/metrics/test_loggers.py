@@ -92,6 +92,7 @@ def test_jsonl_is_on_disk_after_each_step_and_appends(tmp_path):
         {"step": 1, **METRICS, "bad": None, "worse": None}
     ]
     logger.log_samples(1, SAMPLES)
+    logger.log_samples(2, SAMPLES, "val_samples")
     logger.close()
     resumed = JsonlLogger(tmp_path / "run")
     resumed.log(2, METRICS)
@@ -99,6 +100,8 @@ def test_jsonl_is_on_disk_after_each_step_and_appends(tmp_path):
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2]
     sample = json.loads((tmp_path / "run" / "samples.jsonl").read_text(encoding="utf-8"))
     assert sample == {"step": 1, **SAMPLES[0]}
+    of_validation = json.loads((tmp_path / "run" / "val_samples.jsonl").read_text(encoding="utf-8"))
+    assert of_validation == {"step": 2, **SAMPLES[0]}
 
 
 def test_tensorboard_reads_back(tmp_path):

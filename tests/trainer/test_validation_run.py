@@ -65,7 +65,7 @@ def test_training_does_not_notice(inputs: Path, tmp_path: Path, layout: tuple[st
         assert metrics["val/all/reward/mean"] == pytest.approx(mean)
         assert 1 <= metrics["val/all/response_length/mean"] <= 3
         assert metrics["val/all/pass@2"] >= metrics["val/all/pass@1"]
-    samples = [json.loads(line) for line in (tmp_path / "watched" / "samples.jsonl").read_text().splitlines()]
+    samples = [json.loads(line) for line in (tmp_path / "watched" / "val_samples.jsonl").read_text().splitlines()]
     shown = [sample for sample in samples if sample["step"] == 0]
     assert [sample["prompt"] for sample in shown] == ["0+5=", "0+5=", "1+5="]
 
