@@ -6,6 +6,8 @@ carry what kernels lose; the rest is counted: FLOPs, bytes of device memory, of 
 
 from __future__ import annotations
 
+import math
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
@@ -19,6 +21,7 @@ from mindspeed_rl.config.layout import (
 )
 from mindspeed_rl.config.memory import (
     FLOAT32,
+    GIB,
     estimate_memory,
     kv_bytes_per_token,
     most_layers,
@@ -106,15 +109,36 @@ def rollout_seconds(cfg: Config, model: ModelConfig, layout: Layout, cluster: Cl
     share = layout.rows_in_generation / layout.rollout_replicas
     simulated = min(SIMULATED, max(1, round(share)))
     each = share / simulated  # sequences that one of those stands for
-    slots = max(1, round(cfg.generate_config.max_num_seqs / each))
+    slots = max(1, round(min(cfg.generate_config.max_num_seqs, _cached(cfg, model, layout, work)) / each))
     prompts = share / layout.samples_per_prompt if cfg.generate_config.enable_prefix_caching else share
     prefill = prompts * model.forward_flops([round(work.prompt)])[0] / (layout.infer_tp * cluster.scoring_flops)
     step = _DecodeStep(cfg, model, layout, cluster)
     lengths = [work.responses[index * len(work.responses) // simulated] for index in range(simulated)]
+    random.Random(0).shuffle(
+        lengths
+    )  # nobody knows which will be long: with the longest first, queues would look short
     return prefill + sum(
         steps * step.seconds(running * each, work.prompt + generated)
         for steps, running, generated in _schedule(lengths, slots)
     )
+
+
+def _cached(cfg: Config, model: ModelConfig, layout: Layout, work: Work) -> float:
+    """Sequences of mean length whose keys and values an engine's share of memory holds.
+
+    Any number, if the device's memory is not known.
+    """
+    generate = cfg.generate_config
+    if cfg.device_memory_gib is None:
+        return math.inf
+    if cfg.device == "cpu":
+        left = float(generate.cpu_kv_cache_gib * GIB)
+    else:
+        width = 2 if generate.dtype != "float32" else FLOAT32
+        engine = generate.gpu_memory_utilization * cfg.device_memory_gib * GIB
+        left = engine - rollout_parameters(model, layout.infer_tp) * width
+    mean = work.prompt + sum(work.responses) / len(work.responses)
+    return max(1.0, left / (kv_bytes_per_token(cfg, model) * mean))
 
 
 def _schedule(lengths: Sequence[int], slots: int) -> list[tuple[int, int, float]]:

@@ -139,6 +139,31 @@ def test_a_sequence_that_is_done_makes_room() -> None:
     assert sum(steps * running for steps, running, _ in _schedule([7, 5, 5, 1, 1], 3)) == 19
 
 
+# a step of decoding takes a millisecond, whatever it does
+STEPS = IDEAL.model_copy(update={"decode_step_ms": 1.0, "tflops": 1e12})
+
+
+def test_an_engine_runs_as_many_sequences_as_its_cache_holds() -> None:
+    def seconds(share: float) -> float:
+        cfg, model, layout = setting("device_memory_gib=140", f"generate_config.gpu_memory_utilization={share}")
+        return rollout_seconds(cfg, model, layout, STEPS, WORK)
+
+    _, model, _ = setting()
+    a_sequence = (128 + 512) * 2 * model.num_layers * model.num_query_groups * model.kv_channels * 2
+    starved = (model.num_parameters * 2 + 256.5 * a_sequence) / (140 * 2**30)  # room for 256 of 1,024
+    assert seconds(0.6) == seconds(0.5) == pytest.approx(0.512, rel=1e-3)
+    assert seconds(starved) == pytest.approx(4 * 0.512, rel=1e-3)
+
+
+def test_responses_come_in_no_order() -> None:
+    cfg, model, layout = setting("generate_config.max_num_seqs=128", "device_memory_gib=null")
+    mixed = Work(prompt=128, responses=[512] * 64 + [16] * 960)
+    assert (
+        sum(steps for steps, _, _ in _schedule(mixed.responses, 128)) == 512
+    )  # the longest first, the others beside
+    assert rollout_seconds(cfg, model, layout, STEPS, mixed) > 0.53
+
+
 def test_what_leaves_the_device_comes_back() -> None:
     keys = ("offload_train_optimizer", "offload_train_grad", "offload_train_param", "offload_reference")
     cfg, model, layout = setting(*(f"generate_config.{key}=true" for key in keys))
