@@ -3,7 +3,7 @@
 python examples/make_tool_model.py --output examples/models/tiny_tools --data examples/data/sums.jsonl
 
 It learns from written-out answers for some seconds: of a sum of large numbers, the call with both numbers, and after
-the tool's answer, that answer. Nothing teaches it to add.
+an answer of the tool, that answer. The answers that it sees are any numbers, so that it does not learn to add.
 """
 
 from __future__ import annotations
@@ -53,11 +53,12 @@ def make_tool_model(path: str | Path, steps: int = 300, batch: int = 64, seed: i
     tokenizer = tool_tokenizer()
     folder = make_tiny_model(path, vocab=len(tokenizer), max_positions=128, seed=seed)
     tokenizer.save_pretrained(folder)
-    model = AutoModelForCausalLM.from_pretrained(folder)
+    model, draw = AutoModelForCausalLM.from_pretrained(folder), random.Random(seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, steps)
     for step in range(steps):
-        ids, learned = zip(*(_written_out(tokenizer, row) for row in sums(batch, seed + 1 + step)), strict=True)
+        rows = [{**row, "answer": str(draw.randint(200, 1998))} for row in sums(batch, seed + 1 + step)]
+        ids, learned = zip(*(_written_out(tokenizer, row) for row in rows), strict=True)
         longest = max(map(len, ids))
         tokens = torch.tensor([row + [0] * (longest - len(row)) for row in ids])
         labels = torch.tensor([row + [-100] * (longest - len(row)) for row in learned])

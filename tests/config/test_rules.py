@@ -6,6 +6,7 @@ from ascend_examples import ASCEND_EXAMPLES
 from expert_examples import EXPERT_EXAMPLES
 from lora_examples import LORA_EXAMPLES
 from reward_model_examples import REWARD_MODEL_EXAMPLES
+from tools_examples import TOOLS_EXAMPLES
 from validation_examples import VALIDATION_EXAMPLES
 from violations import BASE, DYNAMIC, SEPARATE, violations_of
 
@@ -264,6 +265,7 @@ EXAMPLES = {
     **ALGORITHM_EXAMPLES,
     **VALIDATION_EXAMPLES,
     **REWARD_MODEL_EXAMPLES,
+    **TOOLS_EXAMPLES,
 }  # fmt: skip
 
 
