@@ -39,8 +39,8 @@ def tool_tokenizer() -> Qwen2Tokenizer:
 
 
 def sums(count: int, seed: int, digits: int = 3) -> list[dict[str, str]]:
-    """So many prompts with two numbers of so many digits, and their answers."""
-    draw, low, high = random.Random(seed), 10 ** (digits - 1), 10**digits - 1
+    """So many prompts with two numbers of so many digits, and their answers, which have one digit more."""
+    draw, low, high = random.Random(seed), 5 * 10 ** (digits - 1), 10**digits - 1
     pairs = [(draw.randint(low, high), draw.randint(low, high)) for _ in range(count)]
     return [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a, b in pairs]
 
@@ -57,7 +57,7 @@ def make_tool_model(path: str | Path, steps: int = 300, batch: int = 64, seed: i
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, steps)
     for step in range(steps):
-        rows = [{**row, "answer": str(draw.randint(200, 1998))} for row in sums(batch, seed + 1 + step)]
+        rows = [{**row, "answer": str(draw.randint(1000, 1998))} for row in sums(batch, seed + 1 + step)]
         ids, learned = zip(*(_written_out(tokenizer, row) for row in rows), strict=True)
         longest = max(map(len, ids))
         tokens = torch.tensor([row + [0] * (longest - len(row)) for row in ids])

@@ -5,6 +5,7 @@ from tools_examples import TOOLS
 from violations import violations_of
 
 from mindspeed_rl.config.compose import load_config
+from mindspeed_rl.config.files import missing_files
 from mindspeed_rl.config.rules import check
 
 
@@ -15,7 +16,6 @@ from mindspeed_rl.config.rules import check
         ("tools_config.python_memory_mib=128", "tools_config.python_memory_mib"),
         ("tools_config.tools=[search]", "tools_config.search_url"),
         ("tools_config.tools=[python,python]", "tools_config.tools.1"),
-        ("tools_config.tool_file=nowhere.py", "tools_config.tool_file"),
         ("rl_config.adv_estimator=remax", "rl_config.adv_estimator"),
         ("megatron_training.val_data_path=data.jsonl", "megatron_training.val_data_path"),
         ("generate_config.sampling_config.ignore_eos=true", "generate_config.sampling_config.ignore_eos"),
@@ -25,6 +25,11 @@ from mindspeed_rl.config.rules import check
 )
 def test_what_does_not_go_with_tools_is_named(override: str, path: str) -> None:
     assert path in [violation.path for violation in violations_of(*TOOLS, override)]
+
+
+def test_a_file_that_is_not_there_is_named() -> None:
+    config = load_config("grpo_trainer_tiny_cpu_tools", ["tools_config.tool_file=nowhere.py"])[0]
+    assert "tools_config.tool_file" in [violation.path for violation in missing_files(config)]
 
 
 def test_a_response_is_as_long_as_all_its_turns() -> None:

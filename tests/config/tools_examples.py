@@ -2,7 +2,8 @@
 
 TOOLS = [
     "tools_config.tools=[calculator]",
-    "tools_config.max_total_response_length=3000",
+    "generate_config.sampling_config.max_tokens=100",
+    "tools_config.max_total_response_length=500",
     "megatron_training.apply_chat_template=true",
 ]
 
