@@ -45,7 +45,7 @@ def sums(count: int, seed: int, digits: int = 3) -> list[dict[str, str]]:
     return [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a, b in pairs]
 
 
-def make_tool_model(path: str | Path, steps: int = 300, batch: int = 64, seed: int = 0) -> Path:
+def make_tool_model(path: str | Path, steps: int = 200, batch: int = 64, seed: int = 0) -> Path:
     """Save such a model and its tokenizer as a Hugging Face folder.
 
     steps, batch: of supervised learning, and its rows.
@@ -93,7 +93,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", required=True, type=Path, help="folder of the model to write")
     parser.add_argument("--data", required=True, type=Path, help="file of the sums to write")
-    parser.add_argument("--steps", type=int, default=300, help="of supervised learning")
+    parser.add_argument("--steps", type=int, default=200, help="of supervised learning")
     parser.add_argument("--rows", type=int, default=1024, help="sums to write")
     options = parser.parse_args()
     options.data.parent.mkdir(parents=True, exist_ok=True)
