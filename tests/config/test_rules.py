@@ -3,6 +3,7 @@
 import pytest
 from algorithm_examples import ALGORITHM_EXAMPLES, CLIP_HIGHER, PPO
 from ascend_examples import ASCEND_EXAMPLES
+from cluster_examples import CLUSTER_EXAMPLES
 from expert_examples import EXPERT_EXAMPLES
 from validation_examples import VALIDATION_EXAMPLES
 from violations import BASE, DYNAMIC, SEPARATE, violations_of
@@ -261,6 +262,7 @@ EXAMPLES = {
         "rl_config.rule_reward", False, "reward models are not built", "set it to true",
     ),
     **ASCEND_EXAMPLES,
+    **CLUSTER_EXAMPLES,
     **EXPERT_EXAMPLES,
     **ALGORITHM_EXAMPLES,
     **VALIDATION_EXAMPLES,
