@@ -84,9 +84,9 @@ class Watch:
             if time.monotonic() >= deadline:
                 return
             time.sleep(0.2)
-        node = lost[0]
-        names, reason = f"worker ranks {', '.join(map(str, self._ranks(node)))}", node.lost or ""
-        raise NodeLost(str(node), names, call.stage, call.step, reason, self.way_out) from error
+        node, ranks = lost[0], self._ranks(lost[0])
+        who = f"worker rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+        raise NodeLost(str(node), who, call.stage, call.step, node.lost or "", self.way_out) from error
 
     def _ranks(self, node: Node) -> list[int]:
         return [rank for rank, own in enumerate(self.nodes) if own.id == node.id]

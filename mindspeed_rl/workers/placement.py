@@ -12,7 +12,7 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from mindspeed_rl.common.errors import ConfigError, Violation
+from mindspeed_rl.common.errors import ConfigError, Violation, WorkerFailed
 from mindspeed_rl.config.layout import Layout
 from mindspeed_rl.config.schema import Config
 from mindspeed_rl.device.base import Device
@@ -106,7 +106,8 @@ class Placement:
         device: kind of device.
 
     Raises:
-        ConfigError: the cluster does not have the devices, or not in time; names nodes and devices.
+        ConfigError: the cluster does not have the devices; names nodes and devices.
+        WorkerFailed: they are not free in time.
     """
 
     def __init__(self, config: Config, layout: Layout, device: Device):
@@ -129,9 +130,9 @@ class Placement:
             remove_placement_group(self.group)  # else it would take the devices later, for nobody
             self._fit(worlds)
             what = self._resource or "CPU"
-            free = f"{ray.available_resources().get(what, 0):g} {what} devices"
-            message = f"{free} of the cluster are free after {minutes:g} minutes: others hold the rest"
-            raise ConfigError([Violation(worlds[0].key, worlds[0].ranks, message, "end other jobs, or use fewer")])
+            free = f"{ray.available_resources().get(what, 0):g} {what} devices of the cluster are free"
+            reason = f"not finished after {minutes:g} minutes: {free}"
+            raise WorkerFailed(0, "start (waiting for a device)", 0, reason)
         self.slots = self._slots(worlds, sizes)
 
     def _fit(self, worlds: Sequence[World]) -> list[int]:

@@ -9,7 +9,7 @@ import pytest
 import ray
 from ray.cluster_utils import Cluster
 
-from mindspeed_rl.common.errors import ConfigError
+from mindspeed_rl.common.errors import ConfigError, WorkerFailed
 from mindspeed_rl.config.compose import load_config
 from mindspeed_rl.config.layout import derive_layout
 from mindspeed_rl.config.schema import Config
@@ -50,7 +50,9 @@ def test_groups_wait_for_their_node_and_logs_come_from_it(tmp_path: Path, cluste
         assert nodes[0] == nodes[1] == ray.get_runtime_context().get_node_id()
         assert nodes[2] == nodes[3] != nodes[0]
         soon = configured(address, "rl_config.start_timeout_minutes=0.02", *PAIRS)
-        with pytest.raises(ConfigError, match=r"1 CPU devices of the cluster are free after 0.02 minutes"):
+        with pytest.raises(
+            WorkerFailed, match=r"not finished after 0.02 minutes: 1 CPU devices of the cluster are free"
+        ):
             Placement(soon, layout, CpuDevice())
 
         theirs, ours = tmp_path / "theirs", tmp_path / "ours"
