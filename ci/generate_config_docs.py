@@ -13,6 +13,7 @@ from pydantic_core import PydanticUndefined
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from mindspeed_rl.config.cluster import RayConfig  # noqa: E402
 from mindspeed_rl.config.data import CustomDatasetConfig  # noqa: E402
 from mindspeed_rl.config.environment import DETERMINISTIC, NPU_VARIABLES, TRAINERS, RuntimeEnvConfig  # noqa: E402
 from mindspeed_rl.config.generate import GenerateConfig, SamplingConfig  # noqa: E402
@@ -82,6 +83,7 @@ SECTIONS: list[tuple[str, type[BaseModel], str]] = [
     ("`sft_config`", SFTConfig, ""),
     ("`dpo_config`", DPOConfig, ""),
     ("`profiler`", ProfilerConfig, ""),
+    ("`ray`", RayConfig, "docs/cluster.md says what for."),
     ("`runtime_env`", RuntimeEnvConfig, ""),
     ("`model.<preset>`", ModelConfig, "Files in `configs/model/` hold one preset each, under its name."),
     ("`model.<preset>.rope_scaling`", RopeScaling, "The keys and values of Hugging Face's `config.json`."),

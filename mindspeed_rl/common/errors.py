@@ -83,3 +83,16 @@ class WorkerFailed(MindSpeedRLError, RuntimeError):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.rank, self.stage, self.step, self.reason)
+
+
+class NodeLost(MindSpeedRLError, RuntimeError):
+    """A node that held ranks has left the cluster (preempted, crashed, cut off): names it, them, and how to go on."""
+
+    exit_code = 3
+
+    def __init__(self, node: str, ranks: str, stage: str, step: int, reason: str, way_out: str):
+        self.arguments = (node, ranks, stage, step, reason, way_out)
+        super().__init__(f"node {node} was lost with {ranks} in stage '{stage}' at step {step}: {reason}\n{way_out}")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), self.arguments

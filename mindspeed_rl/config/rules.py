@@ -17,6 +17,7 @@ from mindspeed_rl.common.errors import ConfigError, Violation
 from mindspeed_rl.config import (  # noqa: F401  # their rules register themselves
     rules_algorithm,
     rules_ascend,
+    rules_cluster,
     rules_devices,
     rules_experts,
     rules_lora,

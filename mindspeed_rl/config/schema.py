@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AliasChoices, Field, model_validator
 
 from mindspeed_rl.config.algorithm import AlgorithmConfig
+from mindspeed_rl.config.cluster import RayConfig
 from mindspeed_rl.config.data import DataConfig
 from mindspeed_rl.config.environment import DETERMINISTIC, RuntimeEnvConfig
 from mindspeed_rl.config.generate import GenerateConfig
@@ -346,6 +347,7 @@ class Config(Section):
         RuntimeEnvConfig(), description="environment of the processes that the run starts"
     )
     ray_address: str | None = Field(None, description="running Ray cluster; null: RAY_ADDRESS, else start one here")
+    ray: RayConfig = Field(RayConfig(), description="what the run asks of Ray")
     output_dir: str = Field("outputs", description="parent of the run folder: logs, metrics, resolved configuration")
     trace: Switch = Field(
         False, description="write the timeline of all processes, `trace.json` in the run folder, for Perfetto"

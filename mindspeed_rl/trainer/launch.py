@@ -19,6 +19,7 @@ from mindspeed_rl.common.errors import ConfigError, Violation
 from mindspeed_rl.common.logging import setup_logging
 from mindspeed_rl.config.layout import Layout
 from mindspeed_rl.config.rules_ascend import unfit_for
+from mindspeed_rl.config.rules_cluster import without_effect_on
 from mindspeed_rl.config.schema import Config
 from mindspeed_rl.data.prompts import PromptDataset
 from mindspeed_rl.device.base import Device
@@ -35,6 +36,8 @@ from mindspeed_rl.trainer.validation import Validation
 from mindspeed_rl.transfer_dock.ray_dock import RayTransferDock
 from mindspeed_rl.workers.context import Source
 from mindspeed_rl.workers.fleet import Fleet, make_fleet
+from mindspeed_rl.workers.logs import collect_logs
+from mindspeed_rl.workers.placement import beside_the_driver
 from mindspeed_rl.workers.reward_worker import RewardWorker
 from mindspeed_rl.workers.stages import dock_spec
 
@@ -86,7 +89,8 @@ def _run_supervised(config: Config, config_yaml: str, config_name: str) -> int:
             print(f"{what}: {len(data)}; dropped as longer than {limit} tokens: {data.dropped_too_long}{shortened}")
     with ExitStack() as stack:
         stack.enter_context(_ray(config, inputs.layout))
-        device = _device(config, inputs.layout)
+        device = _device(config)
+        stack.callback(collect_logs, folder.logs, folder.logs)
         config = config.model_copy(update={"device": device.name})
         fleet = SupervisedFleet(config, inputs.layout, inputs.model, device, folder.logs)
         stack.callback(fleet.kill)
@@ -148,12 +152,16 @@ def _start(
 ) -> tuple[Config, RayTransferDock, Any, Fleet]:
     """The configuration with the device that runs, and dock, reward worker and workers, which `stack` ends."""
     layout = inputs.layout
-    device = _device(config, layout)
+    device = _device(config)
+    stack.callback(collect_logs, folder.logs, folder.logs)
     config = config.model_copy(update={"device": device.name})
     cpus = config.rl_config.num_cpus_for_local_task
-    dock = RayTransferDock.create(dock_spec(config, layout), num_cpus=cpus)
+    # samples' metadata passes by it all the time, and it must not be lost before the driver is
+    dock = RayTransferDock.create(dock_spec(config, layout), cpus, strategy=beside_the_driver())
     concurrency = RewardWorker.concurrent_calls(config)
-    reward_actor: Any = ray.remote(RewardWorker).options(num_cpus=cpus, max_concurrency=concurrency)
+    reward_actor: Any = ray.remote(RewardWorker).options(
+        num_cpus=cpus, max_concurrency=concurrency, scheduling_strategy="SPREAD"
+    )
     reward = reward_actor.remote(config, layout, inputs.tokenizer, dock, folder.logs)
     stack.callback(_close, reward)
     fleet = make_fleet(config, layout, inputs.model, device, folder.logs)
@@ -177,6 +185,9 @@ def _cluster_address(config: Config) -> str | None:
 def _ray(config: Config, layout: Layout) -> Iterator[None]:
     """Join the cluster that is named, else start Ray on this machine."""
     address = _cluster_address(config)
+    if useless := list(without_effect_on(config, address)):
+        raise ConfigError(useless)
+    gib, spill = config.ray.object_store_gib, config.ray.spill_folder
     local = int(2 * config.rl_config.num_cpus_for_local_task + 1)
     # on a small machine Ray must not wait for cores: its counts are for placement, they reserve nothing
     cpus = None if address else max(os.cpu_count() or 1, layout.devices + local)
@@ -188,6 +199,8 @@ def _ray(config: Config, layout: Layout) -> Iterator[None]:
             num_cpus=cpus,
             runtime_env={"env_vars": {**config.environment, "PYTHONPATH": os.pathsep.join(paths)}},
             include_dashboard=False,
+            object_store_memory=int(gib * 2**30) if gib else None,
+            object_spilling_directory=os.path.abspath(spill) if spill else None,
             log_to_driver=False,
             logging_level=logging.WARNING,
         )
@@ -202,7 +215,7 @@ def _ray(config: Config, layout: Layout) -> Iterator[None]:
         ray.shutdown()
 
 
-def _device(config: Config, layout: Layout) -> Device:
+def _device(config: Config) -> Device:
     """The kind of device that runs; `auto` takes what the cluster has."""
     resources = ray.cluster_resources()
     kind = config.device
@@ -210,13 +223,4 @@ def _device(config: Config, layout: Layout) -> Device:
         kind = "npu" if resources.get("NPU") else "cuda" if resources.get("GPU") else "cpu"
     if unfit := list(unfit_for(config, kind)):
         raise ConfigError(unfit)
-    device = make_device(kind, here=False)
-    found = resources.get(device.ray_resource, 0) if device.ray_resource else layout.devices
-    if found < layout.devices:
-        message = f"the cluster has {found:g} {device.ray_resource} devices"
-        if not layout.integrated:
-            message += f", and rollout takes {layout.rollout_world} more"
-        raise ConfigError(
-            [Violation("rl_config.actor_resource.num_npus", layout.world, message, "use fewer, or add nodes")]
-        )
-    return device
+    return make_device(kind, here=False)

@@ -21,7 +21,9 @@ from mindspeed_rl.trainer.saver import Saver
 from mindspeed_rl.trainer.supervised_inputs import SupervisedInputs
 from mindspeed_rl.trainer.trace import Trace
 from mindspeed_rl.workers.context import Source, WorkerReport
-from mindspeed_rl.workers.group import Watch, WorkerGroup
+from mindspeed_rl.workers.fleet import watch_over
+from mindspeed_rl.workers.group import WorkerGroup
+from mindspeed_rl.workers.placement import Placement
 from mindspeed_rl.workers.supervised import Shares
 from mindspeed_rl.workers.supervised_worker import SupervisedWorker
 
@@ -30,9 +32,10 @@ class SupervisedFleet:
     """The workers: every device trains."""
 
     def __init__(self, config: Config, layout: Layout, model: ModelConfig, device: Device, log_folder: str):
-        self.config, self.watch = config, Watch(config.rl_config.stage_timeout_minutes)
+        placement = Placement(config, layout, device)
+        self.config, self.watch = config, watch_over(config, placement)
         self.workers = WorkerGroup(
-            SupervisedWorker, layout.world, 0, self.watch, config, layout, model, device, log_folder
+            SupervisedWorker, layout.world, 0, self.watch, config, layout, model, device, placement, log_folder
         )
 
     def start(self, source: Source) -> None:

@@ -50,10 +50,24 @@ class RayTransferDock:
         return type(self), (self.spec, self._controller, self._endpoint)
 
     @classmethod
-    def create(cls, spec: DockSpec, num_cpus: float = 1.0, start_timeout: float = 300.0) -> RayTransferDock:
-        """Start the controller, on `num_cpus` CPUs; it lives as long as the first handle or until killed."""
+    def create(
+        cls, spec: DockSpec, num_cpus: float = 1.0, start_timeout: float = 300.0, strategy: Any = None
+    ) -> RayTransferDock:
+        """Start the controller; it lives as long as the first handle or until killed.
+
+        Args:
+            spec: what the dock holds.
+            num_cpus: CPUs that Ray reserves for it.
+            start_timeout: seconds until it must be there.
+            strategy: Ray's scheduling strategy, which chooses the node.
+
+        Raises:
+            DockTimeout: it did not start in time.
+        """
         actor: Any = ray.remote(Controller)
-        controller = actor.options(num_cpus=num_cpus, max_concurrency=_MANY).remote(spec)
+        controller = actor.options(num_cpus=num_cpus, max_concurrency=_MANY, scheduling_strategy=strategy).remote(
+            spec
+        )
         try:
             endpoint = ray.get(controller.endpoint.remote(), timeout=start_timeout)
         except GetTimeoutError as error:

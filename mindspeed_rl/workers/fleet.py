@@ -22,6 +22,7 @@ from mindspeed_rl.transfer_dock.spec import TransferDock
 from mindspeed_rl.workers.context import Source, WorkerReport
 from mindspeed_rl.workers.group import Call, Watch, WorkerGroup
 from mindspeed_rl.workers.integrated_worker import IntegratedWorker
+from mindspeed_rl.workers.placement import Placement
 from mindspeed_rl.workers.rollout_worker import RolloutWorker
 from mindspeed_rl.workers.training_worker import TrainingWorker
 from mindspeed_rl.workers.weights import WeightBoard
@@ -72,7 +73,18 @@ class Fleet(Protocol):
 def make_fleet(config: Config, layout: Layout, model: ModelConfig, device: Device, log_folder: str) -> Fleet:
     """Start the worker processes of a run."""
     kind = IntegratedFleet if layout.integrated else SeparateFleet
-    return kind(config, layout, model, device, log_folder)
+    return kind(config, layout, model, device, Placement(config, layout, device), log_folder)
+
+
+def watch_over(config: Config, placement: Placement) -> Watch:
+    """Over the calls of a run's workers."""
+    way_out = "no checkpoints are saved: set actor_config.save to be able to go on after a loss"
+    if config.actor.save:
+        way_out = (
+            "the same command with actor_config.resume=auto goes on from the newest checkpoint in "
+            f"{config.actor.save}, on as many devices or in another layout"
+        )
+    return Watch(config.rl_config.stage_timeout_minutes, [slot.node for slot in placement.slots], way_out)
 
 
 def _start_rewards(workers: WorkerGroup, config: Config, iteration: int) -> Futures:
@@ -84,10 +96,18 @@ def _start_rewards(workers: WorkerGroup, config: Config, iteration: int) -> Futu
 class IntegratedFleet:
     """Every device trains and generates, in turn. See `Fleet`."""
 
-    def __init__(self, config: Config, layout: Layout, model: ModelConfig, device: Device, log_folder: str):
-        self.config, self.watch = config, Watch(config.rl_config.stage_timeout_minutes)
+    def __init__(
+        self,
+        config: Config,
+        layout: Layout,
+        model: ModelConfig,
+        device: Device,
+        placement: Placement,
+        log_folder: str,
+    ):
+        self.config, self.watch = config, watch_over(config, placement)
         self.workers = WorkerGroup(
-            IntegratedWorker, layout.world, 0, self.watch, config, layout, model, device, log_folder
+            IntegratedWorker, layout.world, 0, self.watch, config, layout, model, device, placement, log_folder
         )
 
     def start(self, dock: TransferDock, source: Source, stop_tokens: Sequence[int]) -> None:
@@ -136,9 +156,17 @@ class IntegratedFleet:
 class SeparateFleet:
     """Some devices train, others generate, each kind in a world of its own. See `Fleet`."""
 
-    def __init__(self, config: Config, layout: Layout, model: ModelConfig, device: Device, log_folder: str):
-        self.config, self.watch = config, Watch(config.rl_config.stage_timeout_minutes)
-        arguments = (self.watch, config, layout, model, device, log_folder)
+    def __init__(
+        self,
+        config: Config,
+        layout: Layout,
+        model: ModelConfig,
+        device: Device,
+        placement: Placement,
+        log_folder: str,
+    ):
+        self.config, self.watch = config, watch_over(config, placement)
+        arguments = (self.watch, config, layout, model, device, placement, log_folder)
         self.training = WorkerGroup(TrainingWorker, layout.world, 0, *arguments)
         self.rollout = WorkerGroup(RolloutWorker, layout.rollout_world, layout.world, *arguments)
         board: Any = ray.remote(WeightBoard).options(num_cpus=0)

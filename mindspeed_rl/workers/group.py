@@ -10,12 +10,13 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError, RayTaskError
 
-from mindspeed_rl.common.errors import MindSpeedRLError, WorkerFailed
+from mindspeed_rl.common.errors import MindSpeedRLError, NodeLost, WorkerFailed
 from mindspeed_rl.config.layout import Layout
 from mindspeed_rl.config.model import ModelConfig
 from mindspeed_rl.config.schema import Config
 from mindspeed_rl.device.base import Device
 from mindspeed_rl.workers.context import Worker
+from mindspeed_rl.workers.placement import Node, Placement, cluster_nodes
 
 
 @dataclass(frozen=True)
@@ -32,10 +33,15 @@ class Watch:
 
     Args:
         timeout_minutes: deadline of a wait, unless told otherwise.
+        nodes: of the ranks, in rank order.
+        way_out: what to do about a lost node, for the user.
     """
 
-    def __init__(self, timeout_minutes: float):
-        self.timeout_minutes = timeout_minutes
+    # A peer of lost ranks fails at once, Ray misses their node after some 15 s: the cause is worth waiting for
+    LOSS_SHOWS_SECONDS = 30.0
+
+    def __init__(self, timeout_minutes: float, nodes: Sequence[Node] = (), way_out: str = ""):
+        self.timeout_minutes, self.nodes, self.way_out = timeout_minutes, nodes, way_out
         self._calls: dict[ray.ObjectRef, Call] = {}
 
     def add(self, future: ray.ObjectRef, call: Call) -> ray.ObjectRef:
@@ -47,6 +53,7 @@ class Watch:
         """Results of `futures`, in their order.
 
         Raises:
+            NodeLost: a node with ranks is no longer there.
             WorkerFailed: a call failed, one of these or another, or the deadline passed; names rank, stage and step.
             MindSpeedRLError: a worker raised an error that a user can act on; its message is kept.
         """
@@ -59,8 +66,30 @@ class Watch:
                 reason = f"not finished after {timeout_minutes:g} minutes"
                 raise WorkerFailed(call.rank, call.stage, call.step, reason)
             for future in done:
-                _raise_failure(future, self._calls.pop(future))
+                call = self._calls.pop(future)
+                try:
+                    _raise_failure(future, call)
+                except MindSpeedRLError as error:
+                    self._raise_lost_node(call, error)
+                    raise
         return [ray.get(future) for future in futures]
+
+    def _raise_lost_node(self, call: Call, error: MindSpeedRLError) -> None:
+        """If a node is gone, that is the cause of whatever failed, and wherever."""
+        if len({node.id for node in self.nodes}) < 2:
+            return  # the one node is the driver's, or the error tells it all
+        waits = isinstance(error, WorkerFailed)
+        deadline = time.monotonic() + (self.LOSS_SHOWS_SECONDS if waits else 0)
+        while not (lost := [node for node in cluster_nodes() if node.lost is not None and self._ranks(node)]):
+            if time.monotonic() >= deadline:
+                return
+            time.sleep(0.2)
+        node, ranks = lost[0], self._ranks(lost[0])
+        who = f"worker rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+        raise NodeLost(str(node), who, call.stage, call.step, node.lost or "", self.way_out) from error
+
+    def _ranks(self, node: Node) -> list[int]:
+        return [rank for rank, own in enumerate(self.nodes) if own.id == node.id]
 
 
 def _raise_failure(future: ray.ObjectRef, call: Call) -> None:
@@ -86,7 +115,8 @@ class WorkerGroup:
         config: the run's configuration.
         layout: its parallel layout.
         model: shape of the model.
-        device: kind of device, to ask Ray for the right resource.
+        device: kind of device.
+        placement: where the ranks of the run live.
         log_folder: where the workers' logs go.
     """
 
@@ -100,19 +130,18 @@ class WorkerGroup:
         layout: Layout,
         model: ModelConfig,
         device: Device,
+        placement: Placement,
         log_folder: str,
     ):
         self.world, self.first, self.watch, self.config = world, first, watch, config
-        resources = {device.ray_resource: 1.0} if device.ray_resource not in (None, "GPU") else {}
-        actor: Any = ray.remote(worker).options(
-            num_cpus=1,
-            num_gpus=1 if device.ray_resource == "GPU" else 0,
-            resources=resources,
-            # what the user says wins, as in OMP_NUM_THREADS; what may not be changed is refused before
-            runtime_env={"env_vars": {**device.worker_environment(layout.devices), **config.environment}},
-        )
+        actor: Any = ray.remote(worker)
+        # what the user says wins, as in OMP_NUM_THREADS; what may not be changed is refused before
+        environment = {"env_vars": {**device.worker_environment(layout.devices), **config.environment}}
         self.workers: list[Any] = [
-            actor.remote(rank, first + rank, config, layout, model, log_folder) for rank in range(world)
+            actor.options(runtime_env=environment, **placement.options(first + rank)).remote(
+                rank, first + rank, config, layout, model, log_folder
+            )
+            for rank in range(world)
         ]
 
     def start(self, stage: str, step: int, method: str, *args: Any) -> list[ray.ObjectRef]:

@@ -3,6 +3,7 @@
 import pytest
 from algorithm_examples import ALGORITHM_EXAMPLES, CLIP_HIGHER, PPO
 from ascend_examples import ASCEND_EXAMPLES
+from cluster_examples import CLUSTER_EXAMPLES
 from data_examples import DATA_EXAMPLES
 from expert_examples import EXPERT_EXAMPLES
 from lora_examples import LORA_EXAMPLES
@@ -254,6 +255,7 @@ EXAMPLES = {
         "rl_config.use_remove_padding", False, "always packed", "set it to true",
     ),
     **ASCEND_EXAMPLES,
+    **CLUSTER_EXAMPLES,
     **DATA_EXAMPLES,
     **EXPERT_EXAMPLES,
     **LORA_EXAMPLES,

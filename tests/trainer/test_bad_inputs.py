@@ -12,7 +12,6 @@ from cli.train_grpo import main
 from examples.make_tiny_model import make_tiny_model
 from mindspeed_rl.common.errors import ConfigError
 from mindspeed_rl.config.compose import load_config
-from mindspeed_rl.config.layout import derive_layout
 from mindspeed_rl.trainer import launch
 
 
@@ -121,7 +120,7 @@ def test_ring_attention_where_the_devices_found_have_none(monkeypatch: pytest.Mo
     config, _ = load_config("grpo_trainer_qwen25_7b", ["device=auto", *ring])
     monkeypatch.setattr(ray, "cluster_resources", lambda: {"NPU": 8.0})
     with pytest.raises(ConfigError, match=r"context_parallel_algo = 'megatron_cp_algo': .* device = 'npu'"):
-        launch._device(config, derive_layout(config))
+        launch._device(config)
 
 
 def test_response_length_of_nothing(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

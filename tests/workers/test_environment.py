@@ -12,6 +12,7 @@ from mindspeed_rl.config.layout import derive_layout
 from mindspeed_rl.device.cpu import CpuDevice
 from mindspeed_rl.trainer.launch import _ray
 from mindspeed_rl.workers.group import Watch, WorkerGroup
+from mindspeed_rl.workers.placement import Placement
 
 NAMES = ("MINE", "OMP_NUM_THREADS")
 
@@ -34,7 +35,18 @@ def test_every_process_of_a_run_has_the_variables(tmp_path: Any, monkeypatch: py
         for config, threads in ((cfg, "3"), (plain, "1")):
             watch = Watch(1)
             worker: Any = Worker
-            group = WorkerGroup(worker, 1, 0, watch, config, layout, model, CpuDevice(), str(tmp_path))
+            group = WorkerGroup(
+                worker,
+                1,
+                0,
+                watch,
+                config,
+                layout,
+                model,
+                CpuDevice(),
+                Placement(config, layout, CpuDevice()),
+                str(tmp_path),
+            )
             found = watch.wait(group.start("environment", 0, "environment"))
             # of a job that was started with the variables; a worker's own come last
             assert found == [{"MINE": "7", "OMP_NUM_THREADS": threads}]
