@@ -35,7 +35,7 @@ SFT, DPO = "sft_tiny_cpu", "dpo_tiny_cpu"
         (SFT, ["profiler.steps=[1]", "profiler.ranks=[2]"], "profiler.ranks", "there are 2 workers"),
         (SFT, ["megatron_training.val_max_samples=4"], "megatron_training.val_max_samples", "without val_data_path"),
         (DPO, ["megatron_training.answer_key=a"], "megatron_training.answer_key", "no effect with stage = 'dpo'"),
-        (SFT, ["sft_config.messages_key=m", "actor_config.prompt_key=p", "megatron_training.apply_chat_template=true"],
+        (SFT, ["sft_config.messages_key=m", "actor_config.prompt_key=p", "actor_config.apply_chat_template=true"],
          "actor_config.prompt_key", "no effect with sft_config.messages_key"),
         (SFT, ["device_memory_gib=0.005"], "device_memory_gib", "an update takes"),
     ],
