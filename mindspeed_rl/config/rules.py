@@ -351,12 +351,17 @@ def uniform_recomputation_divides_layers(cfg: Config, model: ModelConfig) -> Fou
         yield Violation(actor_path(cfg, "recompute_num_layers"), group, message, hint)
 
 
-@rule("actor.lr", "actor.min_lr", "critic_config", "actor.stage")
+@rule("actor.lr", "actor.min_lr")
 def min_lr_below_lr(cfg: Config) -> Found:
     if cfg.actor.min_lr > cfg.actor.lr:
         message = f"is larger than {actor_path(cfg, 'lr')} = {cfg.actor.lr!r}"
         yield Violation(actor_path(cfg, "min_lr"), cfg.actor.min_lr, message, "the decay ends at min_lr: lower it")
-    elif cfg.actor.stage == "ray_ppo" and cfg.critic.min_lr > cfg.critic.lr:
+
+
+@rule("actor.lr", "actor.min_lr", "critic_config", "actor.stage")
+def critic_min_lr_below_lr(cfg: Config) -> Found:
+    own = {"lr", "min_lr"} & cfg.critic_config.model_fields_set
+    if cfg.actor.stage == "ray_ppo" and own and cfg.critic.min_lr > cfg.critic.lr:
         message = f"is larger than the critic's lr = {cfg.critic.lr!r}"
         yield Violation("critic_config.min_lr", cfg.critic.min_lr, message, "the decay ends at min_lr: lower it")
 
@@ -448,13 +453,15 @@ def trackers_are_installed(cfg: Config) -> Found:
 # ---------------------------------------------------------------- devices
 
 
-@rule("device", "actor.bf16", "generate_config.dtype")
-def cpu_computes_in_float32(cfg: Config) -> Found:
-    if cfg.device != "cpu":
-        return
-    if cfg.actor.bf16:
+@rule("device", "actor.bf16")
+def cpu_trains_in_float32(cfg: Config) -> Found:
+    if cfg.device == "cpu" and cfg.actor.bf16:
         yield Violation(actor_path(cfg, "bf16"), True, "device = 'cpu' trains in float32 only", "set bf16: false")
-    if cfg.generate_config.dtype != "float32":
+
+
+@rule("device", "generate_config.dtype")
+def cpu_generates_in_float32(cfg: Config) -> Found:
+    if cfg.device == "cpu" and cfg.generate_config.dtype != "float32":
         message = "device = 'cpu' generates in float32 only"
         yield Violation("generate_config.dtype", cfg.generate_config.dtype, message, "set dtype: float32")
 

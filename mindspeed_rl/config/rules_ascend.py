@@ -55,6 +55,7 @@ def unfit_for(cfg: Config, kind: str) -> Found:
     yield from ring_attention_runs_on(cfg, kind)
     yield from _kernels_run_on(cfg, kind)
     yield from _npu_keys_run_on(cfg, kind)
+    yield from _engine_keys_run_on(cfg, kind)
     yield from _variables_act_on(cfg, kind)
 
 
@@ -75,10 +76,16 @@ def _kernels_run_on(cfg: Config, kind: str) -> Found:
             yield Violation(actor_path(cfg, key), value, message, "remove it, or set it to null")
 
 
-@rule("device", *(f"actor.{key}" for key in _NPU_KEYS), *(f"generate_config.{key}" for key in _ENGINE_KEYS))
+@rule("device", *(f"actor.{key}" for key in _NPU_KEYS))
 def npu_keys_are_for_npus(cfg: Config) -> Found:
     if cfg.device != "auto":
         yield from _npu_keys_run_on(cfg, cfg.device)
+
+
+@rule("device", *(f"generate_config.{key}" for key in _ENGINE_KEYS))
+def vllm_ascend_keys_are_for_npus(cfg: Config) -> Found:
+    if cfg.device != "auto":
+        yield from _engine_keys_run_on(cfg, cfg.device)
 
 
 def _npu_keys_run_on(cfg: Config, kind: str) -> Found:
@@ -86,6 +93,9 @@ def _npu_keys_run_on(cfg: Config, kind: str) -> Found:
         if kind != "npu" and getattr(cfg.actor, key):
             message = f"{what}, and has no effect with device = {kind!r}"
             yield Violation(actor_path(cfg, key), True, message, "set it to false")
+
+
+def _engine_keys_run_on(cfg: Config, kind: str) -> Found:
     for key in _ENGINE_KEYS:
         if kind != "npu" and getattr(cfg.generate_config, key):
             message = f"is a feature of vLLM-Ascend, and has no effect with device = {kind!r}"

@@ -12,12 +12,15 @@ from mindspeed_rl.config.schema import Config
 from mindspeed_rl.config.supervised import GENERATE_KEYS, RL_KEYS
 
 STAGE = "actor.stage"
+COLUMNS = ("prompt_key", "answer_key")
+# what is refused here, and whose null means what is so: rules that read it are about other keys, too
+ABSENT = "rl_config.rollout_resource"
 DYNAMIC, PACKING = "rl_config.use_dynamic_bsz", "rl_config.max_packing_token_size"
 
 
 def applies(each: Rule, cfg: Config) -> bool:
     """Whether the stage has all keys that a rule reads; what is not read has nothing to be right about."""
-    return not cfg.is_supervised or all(map(_is_read, each.keys))
+    return not cfg.is_supervised or all(key == ABSENT or _is_read(key) for key in each.keys)
 
 
 def _is_read(key: str) -> bool:
@@ -39,7 +42,7 @@ def needs_rollout(cfg: Config, command: str) -> None:
         raise ConfigError([Violation(actor_path(cfg, "stage"), cfg.actor.stage, message, hint)])
 
 
-@rule(STAGE)
+@rule(STAGE, "sft_config.messages_key")
 def keys_belong_to_the_stage(cfg: Config) -> Found:
     stage = cfg.actor.stage
     sections = {
@@ -54,6 +57,7 @@ def keys_belong_to_the_stage(cfg: Config) -> Found:
         unread = [path for path in unread if not _is_read(path)]
         if cfg.profiler.model_fields_set & {"what"} and cfg.profiler.what != ["update"]:
             unread.append("profiler.what")
+    unread += _unread_columns(cfg)
     unread += [
         f"{kind}_config.{key}"
         for kind in ("sft", "dpo")
@@ -63,7 +67,17 @@ def keys_belong_to_the_stage(cfg: Config) -> Found:
     for path in unread:
         section, _, key = path.partition(".")
         message = f"has no effect with stage = {stage!r}"
+        if key in COLUMNS and cfg.sft_config.messages_key is not None:
+            message = "has no effect with sft_config.messages_key"
         yield Violation(path, getattr(getattr(cfg, section), key), message, "remove it")
+
+
+def _unread_columns(cfg: Config) -> list[str]:
+    """Columns that are named, of rows that consist of others: both answers to a prompt, or a conversation."""
+    keys = {"dpo": ("answer_key",), "sft": COLUMNS if cfg.sft_config.messages_key is not None else ()}
+    sections = ("megatron_training", "actor_config")
+    named = {name: getattr(cfg, name).model_fields_set for name in sections}
+    return [f"{name}.{key}" for name in sections for key in keys.get(cfg.actor.stage, ()) if key in named[name]]
 
 
 @rule(STAGE, "actor.global_batch_size", WORLD, TP, CP, PP)

@@ -23,13 +23,20 @@ def validation_has_data_and_a_time(cfg: Config) -> Found:
             yield Violation(f"rl_config.{key}", getattr(rl, key), message, "set megatron_training.val_data_path")
 
 
-@rule("actor.val_data_path", "actor.val_max_samples", "rl_config.val_metric", "rl_config.log_val_generations", _VAL)
+@rule("actor.val_data_path", "actor.val_max_samples")
+def validation_samples_are_used(cfg: Config) -> Found:
+    samples = cfg.actor.val_max_samples
+    if samples and not cfg.actor.val_data_path:
+        path = actor_path(cfg, "val_max_samples")
+        yield Violation(path, samples, "has no effect without val_data_path", "set that, or remove it")
+
+
+@rule("actor.val_data_path", "rl_config.val_metric", "rl_config.log_val_generations", _VAL)
 def validation_keys_are_used(cfg: Config) -> Found:
     if cfg.actor.val_data_path:
         return
     sampling = cfg.generate_config.val_sampling_config
     used = {
-        actor_path(cfg, "val_max_samples"): cfg.actor.val_max_samples,
         "rl_config.log_val_generations": cfg.rl_config.log_val_generations,
         "rl_config.val_metric": cfg.rl_config.val_metric if cfg.rl_config.val_metric != "reward" else None,
         **{f"{_VAL}.{key}": getattr(sampling, key) for key in sorted(sampling.model_fields_set)},

@@ -193,7 +193,7 @@ class _Encoder:
             else:
                 prompt = self._ids(before)
             answer = self._added(done + before, messages[: turn + 1], False, where)
-            parts.append(self._learned(answer))
+            parts.append(self._learned(answer, ends=turn == turns[-1]))
             done += before + answer
         ids, learned = (np.concatenate([getattr(part, name) for part in parts]) for name in ("ids", "learned"))
         return prompt, Response(ids, learned)
@@ -219,16 +219,17 @@ class _Encoder:
     def _ids(self, text: str) -> np.ndarray:
         return np.array(self.tokenizer(text, add_special_tokens=False)["input_ids"], np.int32)
 
-    def _learned(self, text: str) -> Response:
-        """All tokens up to the end-of-sequence token, which is put there unless the text has one.
+    def _learned(self, text: str, ends: bool = True) -> Response:
+        """All tokens up to the end-of-sequence token, which is put there if the sequence `ends` without one.
 
-        What a template writes after it, such as a line feed, is part of the sequence and not learned.
+        What a template writes after it, such as a line feed, is part of the sequence and not learned. A template may
+        end turns with another token (that of Qwen2.5's base models does): between turns nothing is put that it lacks.
         """
         ids, end = self._ids(text), self.tokenizer.eos_token_id
-        ends = np.flatnonzero(ids == end)
-        if not len(ends):
-            ids, ends = np.append(ids, np.int32(end)), np.array([len(ids)])
-        return Response(ids, np.arange(len(ids)) <= ends[-1])
+        if ends and end not in ids:
+            ids = np.append(ids, np.int32(end))
+        found = np.flatnonzero(ids == end)
+        return Response(ids, np.arange(len(ids)) <= (found[-1] if len(found) else len(ids)))
 
 
 def _unlearned(ids: np.ndarray) -> Response:

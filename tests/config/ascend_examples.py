@@ -12,6 +12,10 @@ ASCEND_EXAMPLES = {
         ["device=cuda", "megatron_training.npu_deterministic=true"],
         "megatron_training.npu_deterministic", True, "no effect with device = 'cuda'", "set it to false",
     ),
+    "vllm_ascend_keys_are_for_npus": (
+        ["device=cuda", "generate_config.ascend_scheduler=true"],
+        "generate_config.ascend_scheduler", True, "no effect with device = 'cuda'", "set it to false",
+    ),
     "torchair_makes_graphs": (
         ["generate_config.torchair_graph=true", "generate_config.enforce_eager=true"],
         "generate_config.torchair_graph", True, "enforce_eager = True none", "enforce_eager: false",

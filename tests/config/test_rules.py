@@ -202,6 +202,10 @@ EXAMPLES = {
         ["actor_config.min_lr=2e-6"],
         "actor_config.min_lr", 2e-6, "actor_config.lr = 1e-06", "lower it",
     ),
+    "critic_min_lr_below_lr": (
+        ["megatron_training.stage=ray_ppo", "rl_config.adv_estimator=gae", "critic_config.min_lr=2e-6"],
+        "critic_config.min_lr", 2e-6, "the critic's lr = 1e-06", "lower it",
+    ),
     "adaptive_kl_starts_above_zero": (
         ["rl_config.kl_ctrl_type=adaptive", "rl_config.init_kl_coef=0"],
         "rl_config.init_kl_coef", 0.0, "0 stays 0", "positive",
@@ -230,9 +234,13 @@ EXAMPLES = {
         ["rl_config.use_swanlab=true"],
         "rl_config.use_swanlab", True, "swanlab is not installed", "mindspeed_rl[swanlab]",
     ),
-    "cpu_computes_in_float32": (
+    "cpu_trains_in_float32": (
         ["device=cpu"],
         "megatron_training.bf16", True, "float32 only", "bf16: false",
+    ),
+    "cpu_generates_in_float32": (
+        ["device=cpu"],
+        "generate_config.dtype", "bfloat16", "float32 only", "dtype: float32",
     ),
     "context_parallel_divides_heads": (
         ["actor_config.context_parallel_size=2"],

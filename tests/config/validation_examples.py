@@ -9,6 +9,10 @@ VALIDATION_EXAMPLES = {
         [DATA],
         "megatron_training.val_data_path", "val.jsonl", "neither rl_config.test_freq nor", "set one of these",
     ),
+    "validation_samples_are_used": (
+        ["megatron_training.val_max_samples=4"],
+        "megatron_training.val_max_samples", 4, "no effect without val_data_path", "remove it",
+    ),
     "validation_keys_are_used": (
         [f"{SAMPLING}.temperature=0.6"],
         f"{SAMPLING}.temperature", 0.6, "no effect without val_data_path", "remove it",

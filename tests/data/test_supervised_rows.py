@@ -96,6 +96,18 @@ def test_every_turn_of_the_assistant_is_learned_and_nothing_else(load, tokenizer
     assert single.responses[0].learned.tolist() == [True, True, False]
 
 
+def test_only_the_end_gets_an_end_that_the_template_lacks(load, tokenizer, tmp_path):
+    """As with Qwen2.5's base models, whose template ends turns with another token than the tokenizer's end."""
+    turns = (("user", "1"), ("assistant", "23"), ("user", "4"), ("assistant", "5"))
+    talk = [{"role": role, "content": content} for role, content in turns]
+    text = "{% for m in messages %}{{ m.content }}+{% endfor %}"
+    sections = {"sft_config": {"messages_key": "talk"}}
+    (row,) = load([{"talk": talk}], sections=sections, **template(tmp_path, text)).rows
+    assert [*row.prompt, *row.responses[0].ids] == [*ids(tokenizer, "1+23+4+5+"), tokenizer.eos_token_id]
+    learned = [1, 1, 1, 0, 0, 1, 1, 1]  # 23+, not 4+, 5+ and the end
+    assert row.responses[0].learned.astype(int).tolist() == learned
+
+
 ROWS = [{"prompt": "1+1=", "answer": "2"}, {"prompt": "1+1+1+1=", "answer": "4"}]  # 6 and 10 tokens
 
 

@@ -7,7 +7,14 @@ from support.ranks import run_ranks
 
 from mindspeed_rl.config.schema import MegatronConfig
 
-STEPS, PEAK, LEAST = 20, 1e-2, 1e-3
+STEPS, MIDDLE, PEAK, LEAST = 20, 12, 1e-2, 1e-3
+CHANGED = {
+    "lr": 2 * PEAK,
+    "min_lr": 2 * LEAST,
+    "lr_warmup_fraction": 0.0,
+    "lr_wsd_decay_fraction": 0.5,
+    "lr_wsd_decay_style": "linear",
+}
 SCHEDULES = {
     "constant": {"lr_decay_style": "constant"},
     "linear": {"lr_decay_style": "linear"},
@@ -42,7 +49,13 @@ def rates(rank: int) -> dict[str, list[float]]:
         settings = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
         model = DistributedDataParallel(shape, settings, torch.nn.Linear(2, 1, bias=False))
         optimizer = Optimizer(cfg, [model], STEPS)
-        found[name] = [optimizer.step()[1] for _ in range(STEPS + 1)]
+        found[name] = [optimizer.step()[1] for _ in range(MIDDLE)]
+        saved = optimizer.state_dict()
+        found[name] += [optimizer.step()[1] for _ in range(STEPS + 1 - MIDDLE)]
+        # a run that goes on for longer, with keys that have changed meanwhile
+        longer = Optimizer(cfg.model_copy(update=CHANGED), [model], 2 * STEPS)
+        longer.load_state_dict(saved)
+        found[f"{name}, resumed"] = [longer.step()[1] for _ in range(STEPS + 1 - MIDDLE)]
     return found
 
 
@@ -70,3 +83,9 @@ def found() -> dict[str, list[float]]:
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_schedule(found: dict[str, list[float]], name: str) -> None:
     assert found[name] == pytest.approx([expected(name, step) for step in range(STEPS + 1)], rel=1e-9)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_run_that_goes_on_keeps_its_schedule(found: dict[str, list[float]], name: str) -> None:
+    """Its length and shape, that is; both ends of it are `lr` and `min_lr` as they are set now."""
+    assert found[f"{name}, resumed"] == pytest.approx([2 * rate for rate in found[name][MIDDLE:]], rel=1e-12)

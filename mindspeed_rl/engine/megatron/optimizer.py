@@ -15,6 +15,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from mindspeed_rl.config.schema import MegatronConfig
 from mindspeed_rl.engine.megatron.versions import has_parameters, optimizer_arguments, step_with_all_stages
 
+WSD = ("wsd_decay_steps", "lr_wsd_decay_style")  # of the schedule, and not in Megatron's state of it
 MOMENTS = ("exp_avg", "exp_avg_sq")  # as torch and its fused substitutes name Adam's
 
 
@@ -123,7 +124,8 @@ class Optimizer:
 
     def state_dict(self) -> dict[str, Any]:
         """What is the same on every rank: the schedule's position, and how often Adam has stepped."""
-        return {"scheduler": self.scheduler.state_dict(), "adam_steps": self._adam_steps()}
+        schedule = {**self.scheduler.state_dict(), **{key: getattr(self.scheduler, key) for key in WSD}}
+        return {"scheduler": schedule, "adam_steps": self._adam_steps()}
 
     def _adam_steps(self) -> int:
         """torch counts for each parameter, fused implementations for each group; what does not count lags behind."""
@@ -143,6 +145,8 @@ class Optimizer:
                 moments = {moment: torch.zeros_like(shard.main) for moment in MOMENTS}
                 # torch keeps this on the host
                 shard.state[shard.main] = {"step": torch.tensor(float(steps)), **moments}
+        for key in WSD:  # first: what follows works out a learning rate
+            setattr(self.scheduler, key, state["scheduler"].get(key, getattr(self.scheduler, key)))
         self.scheduler.num_steps = 0  # Megatron adds to it
         self.scheduler.load_state_dict(state["scheduler"])
 
