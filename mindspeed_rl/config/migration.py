@@ -114,6 +114,9 @@ def migrate(project: str, text: str, overrides: Sequence[str] = ()) -> Migration
         except ByHand as reason:
             found.left.append(Left(path, value, f"{reason} (ours: {', '.join(_ours(entry))})"))
             continue
+        except (TypeError, ValueError, ArithmeticError) as error:  # converters reckon with what a user wrote
+            found.left.append(Left(path, value, f"cannot be converted: {error} (ours: {', '.join(_ours(entry))})"))
+            continue
         for ours, new in converted.items():
             _put(found, ours, new, Left(path, value, f"{ours} is {found.values.get(ours)!r} already, by another key"))
         if converted and path in comments:

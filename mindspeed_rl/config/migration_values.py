@@ -426,7 +426,7 @@ def implied(project: str, theirs: Values, found: Values) -> Values:
     said: Values = {}
     prompt = found.get("rl_config.max_prompt_length")
     response = found.get("generate_config.sampling_config.max_tokens")
-    if prompt and response:
+    if isinstance(prompt, int) and isinstance(response, int):
         said["megatron_training.seq_length"] = prompt + response
     longest = found.get("megatron_training.seq_length", said.get("megatron_training.seq_length"))
     if longest:

@@ -166,6 +166,11 @@ def test_verl_overrides(overrides: list[str], key: str, value: object) -> None:
         ("rlinf", "actor.model.precision=fp16", "is none of bf16"),
         ("rlinf", "reward.reward_type=code", "choose verifiers"),
         ("mindspeed_rl", "defaults=[{model: qwen9}]", "no preset is called qwen9"),
+        ("mindspeed_rl", "defaults=3", "cannot be converted: 'int' object is not iterable"),
+        ("verl", "data.shuffle=maybe", "data.shuffle = 'maybe': is none of True, False"),
+        ("verl", "data.filter_overlong_prompts=[1]", "cannot be converted"),
+        ("verl", "trainer.n_gpus_per_node=many", "cannot be converted: invalid literal for int()"),
+        ("verl", "trainer.ray_wait_register_center_timeout=x", "cannot be converted"),
     ],
 )
 def test_what_is_left_is_listed(project: str, override: str, reason: str) -> None:
