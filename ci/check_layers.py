@@ -21,7 +21,7 @@ ROWS = (
     (f"{PRODUCT}.config",),
     (f"{PRODUCT}.types",),
     (f"{PRODUCT}.device",),
-    tuple(f"{PRODUCT}.{name}" for name in ("transfer_dock", "algorithms", "rewards", "data", "metrics")),
+    tuple(f"{PRODUCT}.{name}" for name in ("transfer_dock", "algorithms", "rewards", "tools", "data", "metrics")),
     (f"{PRODUCT}.resharding", f"{PRODUCT}.checkpoint", f"{PRODUCT}.planner"),
     (f"{PRODUCT}.engine.base",),
     (f"{PRODUCT}.engine.megatron", f"{PRODUCT}.engine.vllm"),

@@ -23,6 +23,7 @@ from mindspeed_rl.config.rope import RopeScaling  # noqa: E402
 from mindspeed_rl.config.rules import VERIFIERS  # noqa: E402
 from mindspeed_rl.config.schema import Config, MegatronConfig, ProfilerConfig, ResourceConfig, RLConfig  # noqa: E402
 from mindspeed_rl.config.supervised import DPOConfig, SFTConfig  # noqa: E402
+from mindspeed_rl.config.tools import ToolsConfig  # noqa: E402
 from mindspeed_rl.config.validation import ValidationSamplingConfig  # noqa: E402
 
 TARGET = ROOT / "docs" / "configuration.md"
@@ -77,6 +78,7 @@ SECTIONS: list[tuple[str, type[BaseModel], str]] = [
     ("`generate_config`", GenerateConfig, ""),
     ("`generate_config.sampling_config`", SamplingConfig, ""),
     ("`generate_config.val_sampling_config`", ValidationSamplingConfig, ""),
+    ("`tools_config`", ToolsConfig, "See [tools.md](tools.md)."),
     ("`sft_config`", SFTConfig, ""),
     ("`dpo_config`", DPOConfig, ""),
     ("`profiler`", ProfilerConfig, ""),

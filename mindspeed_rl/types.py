@@ -68,6 +68,17 @@ class PartialResponse:
 
 
 @dataclass(frozen=True)
+class ToolUse:
+    """What a response has done with tools."""
+
+    turns: int = 0  # that the model has generated
+    calls: int = 0  # that were answered
+    failed: int = 0  # of those: malformed, unknown, or the tool said that it could not
+    timed_out: int = 0  # of those
+    tokens: int = 0  # of the response that are from tools
+
+
+@dataclass(frozen=True)
 class Denominators:
     """Sizes of the global mini-batch (all data-parallel ranks), fixed before the first backward pass."""
 

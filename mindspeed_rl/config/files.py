@@ -154,6 +154,8 @@ def missing_files(cfg: Config, broken: Sequence[str] = ()) -> list[Violation]:
         named.append(("rl_config.custom_reward_function.path", custom.path, "file", Path(custom.path).is_file()))
     if algorithms := cfg.rl_config.custom_algorithm_file:
         named.append(("rl_config.custom_algorithm_file", algorithms, "file", Path(algorithms).is_file()))
+    if tools := cfg.tools_config.tool_file:
+        named.append(("tools_config.tool_file", tools, "file", Path(tools).is_file()))
     return [
         Violation(key, path, f"no such {kind}", f"looked for {Path(path).absolute()}")
         for key, path, kind, is_there in named

@@ -311,7 +311,7 @@ def logit_bytes(cfg: Config, model: ModelConfig, layout: Layout) -> int:
     )
     chunk = tokens * columns * ((3 * width + 3 * FLOAT32) if full else (2 * width + 2 * FLOAT32))
     gradients = 0 if actor.lora_r else columns * model.hidden_size * (FLOAT32 + (2 if full else 1) * width)
-    responses = layout.sequences_per_mini_batch_per_rank * cfg.generate_config.sampling_config.max_tokens
+    responses = layout.sequences_per_mini_batch_per_rank * cfg.longest_response
     return chunk + gradients + (responses * model.hidden_size * width // layout.cp if full else 0)
 
 

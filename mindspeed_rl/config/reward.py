@@ -41,7 +41,7 @@ class RewardConfig(Section):
     custom_reward_function: CustomRewardConfig | None = Field(None, description="what the verifier `custom` calls")
     overlong_buffer_enable: Switch = Field(False, description="take off rewards for responses that become too long")
     overlong_buffer: Count | None = Field(
-        None, description="tokens before max_tokens over which the penalty rises from 0 to its full size"
+        None, description="tokens before the longest response over which the penalty rises from 0 to its full size"
     )
     overlong_buffer_penalty_factor: Positive = Field(1.0, description="the full penalty")
 

@@ -8,12 +8,15 @@ from dataclasses import dataclass
 
 from mindspeed_rl.common.errors import Violation
 from mindspeed_rl.config.reward import REWARD_MODEL
+from mindspeed_rl.config.schema import Config
 
 Found = Iterator[Violation]
 WORLD = "rl_config.actor_resource.num_npus"
 INFER_TP = "generate_config.infer_tensor_parallel_size"
 FORWARD_SIZES = tuple(f"{model}_forward_micro_batch_size" for model in ("actor", "ref", "critic"))
 TP, PP = "actor.tensor_model_parallel_size", "actor.pipeline_model_parallel_size"
+MAX_TOKENS, TOTAL = "generate_config.sampling_config.max_tokens", "tools_config.max_total_response_length"
+RESPONSE_KEYS = (MAX_TOKENS, "tools_config.tools", TOTAL)  # what `Config.longest_response` reads
 CP, EP = "actor.context_parallel_size", "actor.expert_model_parallel_size"
 
 
@@ -59,6 +62,11 @@ def is_scored(path: str, metric: str, scorers: Sequence[str]) -> Found:
         verifiers = [name for name in scorers if name != REWARD_MODEL]
         message = f"is neither reward nor in verifier_function = {verifiers!r}"
         yield Violation(path, metric, message, nearest(metric, names))
+
+
+def response_key(cfg: Config) -> str:
+    """The key that says how long a response may be."""
+    return TOTAL if cfg.tools_config.enabled and cfg.tools_config.max_total_response_length else MAX_TOKENS
 
 
 def near_multiples(value: int, factor: int) -> str:

@@ -24,12 +24,27 @@ from mindspeed_rl.config import (  # noqa: F401  # their rules register themselv
     rules_reward_model,
     rules_rollout,
     rules_supervised,
+    rules_tools,
     rules_validation,
 )
 from mindspeed_rl.config.files import actor_path, checkpoint_model, resolve_model, touches
 from mindspeed_rl.config.layout import model_parallel, pipeline_chunks, scorers
 from mindspeed_rl.config.model import ModelConfig
-from mindspeed_rl.config.rule import CP, FORWARD_SIZES, PP, RULES, TP, WORLD, Found, Rule, divides, nearest, rule
+from mindspeed_rl.config.rule import (
+    CP,
+    FORWARD_SIZES,
+    PP,
+    RESPONSE_KEYS,
+    RULES,
+    TP,
+    WORLD,
+    Found,
+    Rule,
+    divides,
+    nearest,
+    response_key,
+    rule,
+)
 from mindspeed_rl.config.rules_memory import plan_fits_device
 from mindspeed_rl.config.schema import Config
 
@@ -49,7 +64,6 @@ VERIFIERS = (
 
 _MODEL_KEYS = ("model", "actor.model", "actor.load")
 _LONGEST_NAME = 200  # file systems end at 255 bytes
-_MAX_TOKENS = "generate_config.sampling_config.max_tokens"
 _DYNAMIC, _PACKING = "rl_config.use_dynamic_bsz", "rl_config.max_packing_token_size"
 _FORWARD_SIZES = tuple(f"rl_config.{key}" for key in FORWARD_SIZES)
 _MICRO_BATCHES = ("megatron_training", "actor_config", "critic_config", "reward_config")
@@ -170,27 +184,27 @@ def shuffling_needs_order(cfg: Config) -> Found:
         yield Violation("rl_config.shuffle_mini_batch", True, "needs guarantee_order = True, which is False", hint)
 
 
-@rule("rl_config.max_prompt_length", _MAX_TOKENS, "generate_config.max_model_len")
+@rule("rl_config.max_prompt_length", *RESPONSE_KEYS, "generate_config.max_model_len")
 def sequence_fits_rollout(cfg: Config) -> Found:
     yield from _fits(cfg, "generate_config.max_model_len", cfg.generate_config.max_model_len)
 
 
-@rule("rl_config.max_prompt_length", _MAX_TOKENS, "actor.seq_length")
+@rule("rl_config.max_prompt_length", *RESPONSE_KEYS, "actor.seq_length")
 def sequence_fits_training(cfg: Config) -> Found:
     yield from _fits(cfg, actor_path(cfg, "seq_length"), cfg.actor.seq_length)
 
 
 def _fits(cfg: Config, limit_path: str, limit: int) -> Found:
-    prompt, response = cfg.rl_config.max_prompt_length, cfg.generate_config.sampling_config.max_tokens
+    prompt, response = cfg.rl_config.max_prompt_length, cfg.longest_response
     if cfg.longest_sequence > limit:
         message = (
-            f"is shorter than rl_config.max_prompt_length = {prompt} plus {_MAX_TOKENS} = {response}, "
+            f"is shorter than rl_config.max_prompt_length = {prompt} plus {response_key(cfg)} = {response}, "
             f"together {cfg.longest_sequence}"
         )
         yield Violation(limit_path, limit, message, f"set it to {cfg.longest_sequence}, or shorten the others")
 
 
-@rule(_DYNAMIC, _PACKING, "rl_config.max_prompt_length", _MAX_TOKENS)
+@rule(_DYNAMIC, _PACKING, "rl_config.max_prompt_length", *RESPONSE_KEYS)
 def packing_size_is_given_and_used(cfg: Config) -> Found:
     size = cfg.rl_config.max_packing_token_size
     if cfg.rl_config.use_dynamic_bsz and size is None:
@@ -202,7 +216,7 @@ def packing_size_is_given_and_used(cfg: Config) -> Found:
         yield Violation(_PACKING, size, "is used with use_dynamic_bsz = True only, which is False", hint)
 
 
-@rule(_PACKING, "rl_config.max_prompt_length", _MAX_TOKENS)
+@rule(_PACKING, "rl_config.max_prompt_length", *RESPONSE_KEYS)
 def packing_size_holds_a_sequence(cfg: Config) -> Found:
     if cfg.rl_config.max_packing_token_size is not None:
         yield from _fits(cfg, _PACKING, cfg.rl_config.max_packing_token_size)

@@ -8,7 +8,7 @@ from typing import Any
 from mindspeed_rl.common.errors import Violation
 from mindspeed_rl.config.algorithm import ADV_ESTIMATORS, FULL_KL, KL_PENALTIES, LOSS_TYPES
 from mindspeed_rl.config.layout import shares_critic, tokens_may_be_stale, updates_differ_from_samples, uses_critic
-from mindspeed_rl.config.rule import Found, nearest, rule
+from mindspeed_rl.config.rule import RESPONSE_KEYS, Found, nearest, response_key, rule
 from mindspeed_rl.config.schema import Config, RLConfig
 
 MAX_RELATIVE_ERROR = 0.2  # of the adaptive KL controller
@@ -313,15 +313,20 @@ def _corrects(cfg: Config) -> bool:
 # ---------------------------------------------------------------- rewards
 
 
-@rule("rl_config.overlong_buffer_enable", "rl_config.overlong_buffer", "generate_config.sampling_config.max_tokens")
+@rule("rl_config.overlong_buffer_enable", "rl_config.overlong_buffer", *RESPONSE_KEYS)
 def overlong_buffer_fits(cfg: Config) -> Found:
-    rl, longest = cfg.rl_config, cfg.generate_config.sampling_config.max_tokens
+    rl, longest = cfg.rl_config, cfg.longest_response
     if not rl.overlong_buffer_enable:
         return
     path = "rl_config.overlong_buffer"
     if rl.overlong_buffer is None:
-        message = "is needed by overlong_buffer_enable = True"
-        yield Violation(path, None, message, f"for example a quarter of max_tokens: {max(1, longest // 4)}")
+        message, key = "is needed by overlong_buffer_enable = True", response_key(cfg).rpartition(".")[2]
+        yield Violation(
+            path,
+            None,
+            message,
+            f"for example a quarter of {key}: {max(1, longest // 4)}",
+        )
     elif rl.overlong_buffer > longest:
-        message = f"must not be longer than a response, generate_config.sampling_config.max_tokens = {longest}"
+        message = f"must not be longer than a response, {response_key(cfg)} = {longest}"
         yield Violation(path, rl.overlong_buffer, message)

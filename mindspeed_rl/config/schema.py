@@ -34,6 +34,7 @@ from mindspeed_rl.config.section import (
 )
 from mindspeed_rl.config.supervised import STAGES as SUPERVISED_STAGES
 from mindspeed_rl.config.supervised import DPOConfig, SFTConfig
+from mindspeed_rl.config.tools import ToolsConfig
 from mindspeed_rl.config.validation import ValidationConfig
 
 
@@ -333,6 +334,7 @@ class Config(Section):
     )
     rl_config: RLConfig = Field(RLConfig(), description="algorithm, rewards, resources and logging")
     generate_config: GenerateConfig = Field(GenerateConfig(), description="rollout engine and sampling")
+    tools_config: ToolsConfig = Field(ToolsConfig(), description="tools that the model may call (docs/tools.md)")
     sft_config: SFTConfig = Field(SFTConfig(), description="with stage sft: supervised fine-tuning")
     dpo_config: DPOConfig = Field(DPOConfig(), description="with stage dpo: direct preference optimisation")
     model: dict[str, ModelConfig] = Field({}, description="model presets, filled by `defaults: - model: <preset>`")
@@ -379,11 +381,17 @@ class Config(Section):
         return self.actor.stage in SUPERVISED_STAGES
 
     @property
+    def longest_response(self) -> int:
+        """Most tokens of a response, answers of tools included."""
+        turn, tools = self.generate_config.sampling_config.max_tokens, self.tools_config
+        return tools.max_total_response_length or turn if tools.enabled else turn
+
+    @property
     def longest_sequence(self) -> int:
         """Most tokens of a prompt and its response."""
         if self.is_supervised:
             return self.actor.seq_length
-        return self.rl_config.max_prompt_length + self.generate_config.sampling_config.max_tokens
+        return self.rl_config.max_prompt_length + self.longest_response
 
     @property
     def environment(self) -> dict[str, str]:

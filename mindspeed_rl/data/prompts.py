@@ -111,13 +111,18 @@ class _Row:
 
 
 def load_prompts(
-    actor: MegatronConfig, rl: RLConfig, tokenizer: PreTrainedTokenizerBase, key: str = "data_path"
+    actor: MegatronConfig,
+    rl: RLConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    key: str = "data_path",
+    tools: Sequence[dict[str, Any]] = (),
 ) -> PromptDataset:
     """Read, template and tokenise the data set; longer prompts than `max_prompt_length` as `truncation` says.
 
     Raw text gets the tokenizer's special tokens (such as a beginning-of-sequence token) as it defines them; a chat
     template brings its own. A `system_prompt` of the configuration replaces the system message of a row. The text of
     a prompt that is shortened is that of its remaining tokens. Messages call what is read `key`.
+    The chat template announces `tools`, given by their schemas.
 
     Raises:
         DataError: a file, row, key or value that cannot be used (names file and line), or nothing is left.
@@ -127,7 +132,7 @@ def load_prompts(
         raise DataError(f"{key} = None: name the jsonl or parquet files with the prompts")
     if actor.apply_chat_template and not (actor.chat_template or tokenizer.chat_template):
         raise DataError(f"apply_chat_template = True, but tokenizer {tokenizer.name_or_path!r} has no chat template")
-    encode = _Encoder(actor, tokenizer)
+    encode = _Encoder(actor, tokenizer, tools)
     rows, dropped, truncated, read, sources, is_whole = list[_Row](), 0, 0, 0, set[str](), True
     for row in encoded(encode, records(actor, tokenizer, key), actor.num_workers):
         read += 1
@@ -195,8 +200,8 @@ def read_template(actor: MegatronConfig) -> str | None:
 class _Encoder:
     """From rows as they are in files to tokens; it and its results travel between processes."""
 
-    def __init__(self, actor: MegatronConfig, tokenizer: PreTrainedTokenizerBase):
-        self.actor, self.tokenizer = actor, tokenizer
+    def __init__(self, actor: MegatronConfig, tokenizer: PreTrainedTokenizerBase, tools: Sequence[dict[str, Any]]):
+        self.actor, self.tokenizer, self.tools = actor, tokenizer, list[Any](tools)
         self.template = read_template(actor)
 
     def __call__(self, records: Sequence[tuple[Record, str]]) -> list[_Row]:
@@ -210,8 +215,39 @@ class _Encoder:
 
     def _read(self, record: Record, file_source: str) -> _Row:
         prompt = record.require(self.actor.prompt_key, "prompt_key")
-        text, chat = _prompt_text(prompt, record, self.actor, self.tokenizer, self.template)
+        text, chat = self._text(prompt, f"{record.where}: prompt_key = {self.actor.prompt_key!r}")
         return _Row(record.where, text, chat, *_labels(record, file_source, self.actor), _NOTHING)
+
+    def _text(self, prompt: Any, where: str) -> tuple[str, Messages]:
+        """The prompt, and the messages that it was made of, if there were any."""
+        is_chat = isinstance(prompt, list) and all(map(_is_message, prompt))
+        if not isinstance(prompt, str) and not is_chat:
+            raise DataError(f"{where}: must be text or a list of {{role, content}} messages, is {prompt!r:.80}")
+        if not self.actor.apply_chat_template:
+            if is_chat:
+                raise DataError(f"{where}: holds chat messages; set apply_chat_template: true")
+            return prompt, ()
+        messages = prompt if is_chat else [{"role": "user", "content": prompt}]
+        if self.actor.system_prompt is not None:
+            others = [message for message in messages if message["role"] != "system"]
+            messages = [{"role": "system", "content": self.actor.system_prompt}, *others]
+        try:
+            text = self.tokenizer.apply_chat_template(
+                messages,
+                chat_template=self.template,
+                tools=self.tools or None,
+                tokenize=False,
+                add_generation_prompt=True,
+                **self.actor.chat_template_kwargs,
+            )
+        except TemplateError as error:  # templates refuse what they do not know, such as a system message
+            raise DataError(f"{where}: the chat template refuses it: {error}") from error
+        assert isinstance(text, str)
+        return text, messages
+
+
+def _is_message(message: Any) -> bool:
+    return isinstance(message, dict) and all(isinstance(message.get(key), str) for key in ("role", "content"))
 
 
 def _labels(record: Record, file_source: str, actor: MegatronConfig) -> tuple[str, str, dict[str, Any]]:
@@ -265,39 +301,6 @@ def encoded(encode: Encode, records: Iterator[tuple[Record, str]], workers: int)
             rows = ahead.popleft().result()
             ahead.extend(pool.submit(_encode_here, chunk) for chunk in islice(chunks, 1))
             yield from rows
-
-
-def _prompt_text(
-    prompt: Any, record: Record, actor: MegatronConfig, tokenizer: PreTrainedTokenizerBase, template: str | None
-) -> tuple[str, Messages]:
-    """And the messages that it was made of, if there were any."""
-    where = f"{record.where}: prompt_key = {actor.prompt_key!r}"
-    is_chat = isinstance(prompt, list) and all(
-        isinstance(message, dict) and isinstance(message.get("role"), str) and isinstance(message.get("content"), str)
-        for message in prompt
-    )
-    if not isinstance(prompt, str) and not is_chat:
-        raise DataError(f"{where}: must be text or a list of {{role, content}} messages, is {prompt!r:.80}")
-    if not actor.apply_chat_template:
-        if is_chat:
-            raise DataError(f"{where}: holds chat messages; set apply_chat_template: true")
-        return prompt, ()
-    messages = prompt if is_chat else [{"role": "user", "content": prompt}]
-    if actor.system_prompt is not None:
-        others = [message for message in messages if message["role"] != "system"]
-        messages = [{"role": "system", "content": actor.system_prompt}, *others]
-    try:
-        text = tokenizer.apply_chat_template(
-            messages,
-            chat_template=template,
-            tokenize=False,
-            add_generation_prompt=True,
-            **actor.chat_template_kwargs,
-        )
-    except TemplateError as error:  # templates refuse what they do not know, such as a system message
-        raise DataError(f"{where}: the chat template refuses it: {error}") from error
-    assert isinstance(text, str)
-    return text, messages
 
 
 def _extra(record: Record) -> dict[str, Any]:

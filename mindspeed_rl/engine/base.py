@@ -43,6 +43,8 @@ class GenerationRequest:
     generated: Sequence[int] = ()  # tokens of the response that exist already; generation goes on after them
     greedy: bool = False  # always the likeliest token: a response beside the row's own, without log-probs
     sampling: SamplingConfig | None = None  # None: the engine's; otherwise without log-probs
+    turn: int = 0  # of a response of several turns, which has a request for each; the prompt holds earlier ones
+    max_tokens: int | None = None  # most tokens to generate; None: what `generated` leaves of the sampling's
 
 
 @dataclass(frozen=True)
@@ -152,10 +154,14 @@ class RewardEngine(Protocol):
 class GenerationEngine(Protocol):
     """Rollout on this rank's shard of the generation layout."""
 
+    stop_tokens: list[int]  # ids that end a response
     asleep_bytes: int  # of device memory that is given back while the engine sleeps; 0 while all of it is awake
 
     def generate(self, requests: Sequence[GenerationRequest]) -> Iterator[list[Generation]]:
         """Yield after every engine step, with the responses that it finished (possibly none)."""
+
+    def add(self, requests: Sequence[GenerationRequest]) -> None:
+        """Have these generated, too, while `generate` is under way."""
 
     def unfinished(self) -> dict[int, int]:
         """Rows in generation, and how many tokens each has got so far (those of earlier requests left out).

@@ -32,9 +32,11 @@ from mindspeed_rl.data.prompts import PromptDataset, PromptSample, load_prompts
 from mindspeed_rl.data.reward_inputs import RewardInputs
 from mindspeed_rl.data.sampler import Sampler, make_sampler
 from mindspeed_rl.data.tokenizer import actor_tokenizer, check_tokenizer
+from mindspeed_rl.data.tool_turns import ToolTurns
 from mindspeed_rl.resharding.names import check_hf_names
 from mindspeed_rl.resharding.tables import VALUE_HEAD_NAME
 from mindspeed_rl.rewards.manager import RewardManager
+from mindspeed_rl.tools.toolbox import load_tools
 from mindspeed_rl.trainer.source import check_weights, checkpoint_store, choose_source
 from mindspeed_rl.workers.context import Source
 
@@ -75,7 +77,10 @@ def prepare(config: Config) -> Inputs:
     _check_algorithms(config.rl_config)
     tokenizer = actor_tokenizer(config, source.hf_folder)
     check_tokenizer(tokenizer, model)
-    dataset = load_prompts(actor, config.rl_config, tokenizer)
+    schemas = [tool.schema for tool in load_tools(config.tools_config).values()]
+    if schemas:
+        ToolTurns(actor, tokenizer, schemas)  # the template can write what tools answer, or says why not
+    dataset = load_prompts(actor, config.rl_config, tokenizer, tools=schemas)
     if uses_reward_model(config):
         _check_reward_model(config, tokenizer, dataset[0])
     validation = validation_prompts(config, tokenizer)

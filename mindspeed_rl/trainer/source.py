@@ -45,11 +45,11 @@ def checkpoint_store(config: Config, source: Source, model: ModelConfig, layout:
     Raises:
         ConfigError: they cannot.
     """
+    save = config.actor.save
+    if save:
+        _check_writable("actor_config.save", save)
     _check_writable("output_dir", config.output_dir)
-    if not config.actor.save:
-        return None
-    _check_writable("actor_config.save", config.actor.save)
-    return CheckpointStore(config.actor.save, hf_folder=source.hf_folder, model=model, layout=layout)
+    return CheckpointStore(save, hf_folder=source.hf_folder, model=model, layout=layout) if save else None
 
 
 def choose_source(config: Config) -> tuple[Source, dict[str, Any] | None]:

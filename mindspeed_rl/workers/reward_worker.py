@@ -27,6 +27,7 @@ from mindspeed_rl.rewards.manager import RewardManager, RewardResult
 from mindspeed_rl.rewards.verifiers import RewardSample
 from mindspeed_rl.transfer_dock.jagged import Jagged
 from mindspeed_rl.transfer_dock.spec import Claim, TransferDock
+from mindspeed_rl.types import ToolUse
 from mindspeed_rl.workers.evaluation import evaluate_texts, reward_samples
 from mindspeed_rl.workers.stages import old_log_probs_column
 
@@ -124,7 +125,11 @@ class RewardWorker:
         if f"{kind}texts" in columns:
             texts = [columns[f"{kind}texts"][place] for place in places]
         else:
-            tokens = [columns[f"{kind}responses"][place].tolist() for place in places]
+            tokens = [columns[f"{kind}responses"][place] for place in places]
+            if "response_mask" in columns:  # what tools answered is not the model's
+                masks = [columns["response_mask"][place] for place in places]
+                tokens = [ids[mask > 0] for ids, mask in zip(tokens, masks, strict=True)]
+            tokens = [ids.tolist() for ids in tokens]
             texts = self.tokenizer.batch_decode(tokens, skip_special_tokens=True) if tokens else []
         return reward_samples([columns["sample"][place] for place in places], texts)
 
@@ -166,8 +171,8 @@ class RewardWorker:
         return [row for group in rejected for row in rows[group]]
 
     def _overlong_penalty(self, length: int) -> float:
-        """Soft punishment of responses of nearly `max_tokens` (DAPO, arXiv:2503.14476, section 3.4)."""
-        rl, longest = self.config.rl_config, self.config.generate_config.sampling_config.max_tokens
+        """Soft punishment of responses nearly as long as may be (DAPO, arXiv:2503.14476, section 3.4)."""
+        rl, longest = self.config.rl_config, self.config.longest_response
         if not rl.overlong_buffer_enable:
             return 0.0
         assert rl.overlong_buffer is not None, "the configuration was checked"
@@ -177,7 +182,7 @@ class RewardWorker:
     def _add_metrics(
         self, report: RewardReport, columns: dict[str, list[Any]], samples: list[RewardSample], rewards: list[float]
     ) -> None:
-        metrics, limit = report.metrics, self.config.generate_config.sampling_config.max_tokens
+        metrics, limit = report.metrics, self.config.longest_response
         scored = [reward for reward in rewards if math.isfinite(reward)]
         for name in ("mean", "max", "min", "std"):
             getattr(metrics, name)(f"reward/{name}", scored)
@@ -198,6 +203,7 @@ class RewardWorker:
             metrics.min(f"{name}/min", values)
             metrics.sum(f"{name}/total", values)
         metrics.mean("response_length/clip_fraction", [float(n >= limit) for n in lengths["response_length"]])
+        _add_tool_metrics(metrics, columns.get("tool_use", ()))
         for sample, reward in list(zip(samples, rewards, strict=True))[: self.SHOWN_SAMPLES - len(report.samples)]:
             report.samples.append(
                 {"prompt": sample.prompt, "response": sample.response, "label": sample.label, "reward": reward}
@@ -223,6 +229,8 @@ class RewardWorker:
                     baselines = torch.tensor([float(reward) for reward in columns["baseline_rewards"]])
                     trained &= torch.isfinite(baselines)
                 mask = torch.repeat_interleave(trained.float(), lengths)
+                if "response_mask" in columns:
+                    mask *= torch.cat(columns["response_mask"])
                 penalties = self._kl_penalties(columns, kl_coef) if rl.use_kl_in_reward else None
                 values = torch.cat(columns["values"]) if "values" in columns else None
                 advantages, returns = compute_advantages(
@@ -272,3 +280,12 @@ class RewardWorker:
     def close(self) -> None:
         """End the verifiers' processes."""
         self.manager.close()
+
+
+def _add_tool_metrics(metrics: MetricSet, uses: Sequence[ToolUse]) -> None:
+    if not uses:
+        return
+    for name in ("calls", "failed", "timed_out", "tokens"):
+        metrics.mean(f"tools/{name}", [getattr(use, name) for use in uses])
+    metrics.mean("tools/turns", [use.turns for use in uses])
+    metrics.max("tools/turns_max", [use.turns for use in uses])

@@ -14,6 +14,7 @@ from mindspeed_rl.config.schema import Config
 from mindspeed_rl.engine.base import Generation, GenerationEngine, GenerationRequest
 from mindspeed_rl.transfer_dock.spec import Claim
 from mindspeed_rl.types import PartialResponse
+from mindspeed_rl.workers.agent import AgentLoop, Conversation
 from mindspeed_rl.workers.context import Context
 from mindspeed_rl.workers.control import ControlGroup
 from mindspeed_rl.workers.stages import uses_partial_rollout
@@ -70,6 +71,7 @@ class Rollout:
         self.sampling = self.config.generate_config.sampling_config
         self.is_partial = uses_partial_rollout(self.config)
         self.engine = engine
+        self.agent = AgentLoop(self.config, engine, self.group) if self.config.tools_config.enabled else None
         self.version = 0  # of the engine's weights: iterations that they were trained on
 
     def claim(self, iteration: int) -> list[Claim]:
@@ -167,7 +169,9 @@ class _Round:
 
     def steps(self) -> Iterator[bool]:
         """Run the engine until all rows are finished, or the iteration has enough."""
-        for number, generations in enumerate(self.rollout.engine.generate(self.requests)):
+        source = self.rollout.agent or self.rollout.engine
+        steps: Iterator[Sequence[Generation]] = source.generate(self.requests)
+        for number, generations in enumerate(steps):
             self._finish(generations)
             yield True
             look = self.rollout.is_partial and number % STEPS_BETWEEN_LOOKS == STEPS_BETWEEN_LOOKS - 1
@@ -232,6 +236,10 @@ class _Round:
             columns["policy_versions"] = [response.versions for response in responses]
         if self.rollout.sampling.detokenize:
             columns["texts"] = [generation.text for generation in generations]
+        if self.rollout.agent:
+            conversations = [each for each in generations if isinstance(each, Conversation)]
+            columns["response_mask"] = [torch.tensor(each.mask) for each in conversations]
+            columns["tool_use"] = [each.tool_use for each in conversations]
         if uses_greedy_baseline(self.rollout.config):
             greedy = [self.greedy.get(generation.row, NOTHING) for generation in generations]
             columns["baseline_responses"] = [torch.tensor(each.tokens, dtype=torch.int64) for each in greedy]

@@ -35,6 +35,8 @@ COLUMNS = {
     "prompt_ids": TOKENS,  # the prompt, shared by its group
     "sample": OBJECT,  # PromptSample: text, label and source, shared by the group
     "responses": TOKENS,  # generated ids: exactly these are trained on
+    "response_mask": PER_TOKEN,  # with tools: 1 generated, 0 what a tool answered
+    "tool_use": OBJECT,  # ToolUse
     "rollout_log_probs": PER_TOKEN,  # of the policy that generated, by the rollout engine
     "policy_versions": TOKENS,  # of the policy that generated each token: iterations it was trained for
     "partial": STATE,  # PartialResponse: an unfinished response, which the next iteration goes on with
@@ -85,7 +87,8 @@ def advantage_columns(config: Config) -> tuple[str, ...]:
     """What advantages are computed from."""
     kl = ("reference_log_probs", old_log_probs_column(config)) if config.rl_config.use_kl_in_reward else ()
     baseline = ("baseline_rewards",) if uses_greedy_baseline(config) else ()
-    return ("rewards", "responses", *baseline, *kl, *(("values",) if uses_critic(config) else ()))
+    mask = ("response_mask",) if config.tools_config.enabled else ()
+    return ("rewards", "responses", *mask, *baseline, *kl, *(("values",) if uses_critic(config) else ()))
 
 
 def advantage_results(config: Config) -> tuple[str, ...]:
@@ -125,6 +128,7 @@ def dock_spec(config: Config, layout: Layout) -> DockSpec:
     sequences = ("prompt_ids", "responses")
     sampling = config.generate_config.sampling_config
     text = ("texts",) if sampling.detokenize else ()
+    tools = ("response_mask", "tool_use") if config.tools_config.enabled else ()
     log_probs = ("rollout_log_probs",) if sampling.logprobs else ()
     versions = ("policy_versions",) if tokens_may_be_stale(config) else ()
     is_partial, is_filtered = uses_partial_rollout(config), config.rl_config.filter_groups_enable
@@ -135,13 +139,13 @@ def dock_spec(config: Config, layout: Layout) -> DockSpec:
         "rollout": ConsumerSpec(
             needs=("prompt_ids",),
             shares=layout.rollout_replicas,
-            puts=("responses", *log_probs, *versions, *text, *baseline),
+            puts=("responses", *tools, *log_probs, *versions, *text, *baseline),
             optional=("partial",) if is_partial else (),
             all_prompts=is_partial or is_filtered,
             max_staleness=config.rl_config.staleness,
         ),
         "reward": ConsumerSpec(
-            needs=("sample", "responses", *scores, *text, *baseline),
+            needs=("sample", "responses", *tools, *scores, *text, *baseline),
             puts=("rewards", *(("baseline_rewards",) if has_baseline else ())),
             grouped=is_filtered or has_baseline,
             all_prompts=is_filtered,

@@ -90,8 +90,8 @@ class Training:
                 self.checkpoints.weights(source.critic_weights or source.weights),
             )
         self.reward_model = RewardModel(context, source) if uses_reward_model(self.config) else None
-        self.objective = PolicyObjective(self.rl, horizon=self.sampling.max_tokens)
-        self.value_objective = ValueObjective(self.rl, horizon=self.sampling.max_tokens)
+        self.objective = PolicyObjective(self.rl, horizon=self.config.longest_response)
+        self.value_objective = ValueObjective(self.rl, horizon=self.config.longest_response)
         self.checkpoints.restore(source, self.engine, self.critic)
 
     def export_weights(self, rollout: RolloutLayout | None = None) -> Iterator[tuple[str, torch.Tensor]]:

@@ -8,6 +8,7 @@ from expert_examples import EXPERT_EXAMPLES
 from lora_examples import LORA_EXAMPLES
 from reward_model_examples import REWARD_MODEL_EXAMPLES
 from supervised_examples import SUPERVISED_EXAMPLES
+from tools_examples import TOOLS_EXAMPLES
 from validation_examples import VALIDATION_EXAMPLES
 from violations import BASE, DYNAMIC, SEPARATE, violations_of
 
@@ -260,6 +261,7 @@ EXAMPLES = {
     **VALIDATION_EXAMPLES,
     **REWARD_MODEL_EXAMPLES,
     **SUPERVISED_EXAMPLES,
+    **TOOLS_EXAMPLES,
 }  # fmt: skip
 
 

@@ -107,7 +107,7 @@ class VllmEngine:
             top_p=sampling.top_p,
             top_k=sampling.top_k,
             min_p=sampling.min_p,
-            max_tokens=sampling.max_tokens - len(request.generated),
+            max_tokens=request.max_tokens or sampling.max_tokens - len(request.generated),
             # 0: of the sampled token alone
             logprobs=0 if self._has_log_probs(request) else None,
             seed=request.seed,
@@ -123,17 +123,23 @@ class VllmEngine:
     def generate(self, requests: Sequence[GenerationRequest]) -> Iterator[list[Generation]]:
         """Yield after every engine step, with the responses that it finished (possibly none)."""
         engine = self.llm.llm_engine
-        for request in requests:
-            prompt: Any = {"prompt_token_ids": [*request.prompt.tolist(), *request.generated]}
-            name = f"{request.row} greedy" if request.greedy else str(request.row)
-            returned = engine.add_request(name, prompt, self._sampling_params(request))
-            self._engine_names[name] = name_of_request(returned, name)
-            self._running[name] = request
+        self.add(requests)
         with _no_garbage_collection():
             while engine.has_unfinished_requests():
                 outputs = engine.step()
                 self._outputs |= {output.request_id: output for output in outputs}
                 yield [self._end(output.request_id) for output in outputs if output.finished]
+
+    def add(self, requests: Sequence[GenerationRequest]) -> None:
+        """Have these generated, too, while `generate` is under way."""
+        for request in requests:
+            prompt: Any = {"prompt_token_ids": [*request.prompt.tolist(), *request.generated]}
+            name = f"{request.row} greedy" if request.greedy else str(request.row)
+            if request.turn:
+                name = f"{request.row} turn {request.turn}"
+            returned = self.llm.llm_engine.add_request(name, prompt, self._sampling_params(request))
+            self._engine_names[name] = name_of_request(returned, name)
+            self._running[name] = request
 
     def unfinished(self) -> dict[int, int]:
         """Rows in generation, and how many tokens each has got so far; without greedy responses."""
