@@ -40,7 +40,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--staleness", type=int, help="give rollout devices of its own, and let it be so many iterations ahead"
     )
     parser.add_argument("--top", type=int, default=10, help="layouts to show (default: %(default)s)")
-    parser.add_argument("--json", metavar="FILE", help="write all layouts that fit, with their keys, here")
+    parser.add_argument("--json", metavar="FILE", help="write all layouts here, with keys to set and to remove")
     return parser
 
 
@@ -58,7 +58,7 @@ def _run(args: argparse.Namespace) -> int:
     from mindspeed_rl.config.compose import compose_yaml
     from mindspeed_rl.planner.cluster import load_cluster
     from mindspeed_rl.planner.report import print_search, tokens_per_second
-    from mindspeed_rl.planner.search import put, search
+    from mindspeed_rl.planner.search import WITHOUT, put, search
 
     base: Any = OmegaConf.to_container(
         OmegaConf.create(compose_yaml(args.config_name, args.overrides, args.config_dir))
@@ -75,6 +75,7 @@ def _run(args: argparse.Namespace) -> int:
                 "seconds": {**asdict(plan.time), "total": plan.time.total},
                 "tokens_per_second_per_device": tokens_per_second(plan, work),
                 "configuration": put({}, plan.overrides),
+                "without": WITHOUT,
             }
             for plan in found.plans
         ]

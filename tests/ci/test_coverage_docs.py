@@ -7,6 +7,7 @@ import pytest
 
 from ci.generate_coverage_docs import TARGET, TITLES, field_of, load, our_keys, render
 from ci.generate_coverage_docs import tested_in as file_of
+from mindspeed_rl.config.migration_values import CONVERTERS
 
 TESTS = Path(__file__).resolve().parents[1]
 REFERENCE = json.loads((TESTS / "config" / "reference_keys.json").read_text())
@@ -22,7 +23,8 @@ def test_every_key_of_theirs_is_there(name: str) -> None:
 @pytest.mark.parametrize("name", TITLES)
 def test_each_has_keys_of_ours_or_a_reason(name: str) -> None:
     for key, entry in load(name).items():
-        assert set(entry) <= {"ours", "note", "refused"}, key
+        assert set(entry) <= {"ours", "convert", "note", "refused"}, key
+        assert entry.get("convert") in {None, *CONVERTERS}, key
         assert bool(our_keys(entry)) != bool(entry.get("refused")), key
         for ours in our_keys(entry):
             field = field_of(ours)
