@@ -7,6 +7,7 @@ from cluster_examples import CLUSTER_EXAMPLES
 from data_examples import DATA_EXAMPLES
 from expert_examples import EXPERT_EXAMPLES
 from lora_examples import LORA_EXAMPLES
+from profiler_examples import PROFILER_EXAMPLES
 from reward_model_examples import REWARD_MODEL_EXAMPLES
 from supervised_examples import SUPERVISED_EXAMPLES
 from tools_examples import TOOLS_EXAMPLES
@@ -33,18 +34,6 @@ EXAMPLES = {
     "resume_needs_save": (
         ["actor_config.resume=auto", "actor_config.save=null"],
         "actor_config.resume", "auto", "`save`, which is not set", "set actor_config.save",
-    ),
-    "profiled_steps_come": (
-        ["profiler.steps=[1,501]"],
-        "profiler.steps", 501, "train_iters = 500 is the last step", "from 1 to 500",
-    ),
-    "profiled_ranks_exist": (
-        ["profiler.steps=[1]", "profiler.ranks=[7,8]"],
-        "profiler.ranks", 8, "there are 8 workers", "from 0 to 7",
-    ),
-    "profiler_records_something": (
-        ["profiler.with_shapes=true"],
-        "profiler.with_shapes", True, "names no steps", "set profiler.steps",
     ),
     "run_name_is_one_folder": (
         ["run_name=a/b"],
@@ -269,6 +258,7 @@ EXAMPLES = {
     **LORA_EXAMPLES,
     **ALGORITHM_EXAMPLES,
     **VALIDATION_EXAMPLES,
+    **PROFILER_EXAMPLES,
     **REWARD_MODEL_EXAMPLES,
     **SUPERVISED_EXAMPLES,
     **TOOLS_EXAMPLES,
