@@ -265,7 +265,7 @@ KEYS = (
     ("engine/vllm/cpu.py", "arguments", _COMPILATION, "compilation_config"),
     ("engine/vllm/cuda.py", "arguments", _ENGINE_ARGS, ""),
     ("engine/vllm/cuda.py", "arguments", _COMPILATION, "compilation_config"),
-    ("engine/vllm/engine.py", "VllmEngine.generate", "vllm.inputs:TokensPrompt", ""),
+    ("engine/vllm/engine.py", "VllmEngine.add", "vllm.inputs:TokensPrompt", ""),
 )
 
 # (file, name, class): attributes that we ask for where only we know what has them.
