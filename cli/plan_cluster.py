@@ -55,10 +55,10 @@ def _run(args: argparse.Namespace) -> int:
     from rich.console import Console
 
     from mindspeed_rl.common.errors import ConfigError
-    from mindspeed_rl.config.compose import compose_yaml
+    from mindspeed_rl.config.compose import compose_yaml, put
     from mindspeed_rl.planner.cluster import load_cluster
     from mindspeed_rl.planner.report import print_search, tokens_per_second
-    from mindspeed_rl.planner.search import WITHOUT, put, search
+    from mindspeed_rl.planner.search import WITHOUT, search
 
     base: Any = OmegaConf.to_container(
         OmegaConf.create(compose_yaml(args.config_name, args.overrides, args.config_dir))

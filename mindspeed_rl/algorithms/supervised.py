@@ -14,7 +14,7 @@ from torch.nn.functional import logsigmoid
 
 from mindspeed_rl.common.metric import MetricSet
 from mindspeed_rl.config.schema import Config
-from mindspeed_rl.config.supervised import DPOConfig
+from mindspeed_rl.config.supervised import RESPONSES, DPOConfig
 from mindspeed_rl.types import Denominators, RolloutBatch
 
 LOSS_MASK, REFERENCE = "loss_mask", "reference_log_probs"  # columns of a batch
@@ -49,7 +49,7 @@ def make_objective(config: Config) -> SupervisedObjective:
 class SFT:
     """Mean negative log-prob of the tokens to be learned: -Σ m ℓ / Σ m over the mini-batch."""
 
-    responses = 1
+    responses = RESPONSES["sft"]
     uses_reference = False
 
     def denominators(self, batch: RolloutBatch) -> Denominators:
@@ -79,7 +79,7 @@ class DPO:
     The mean over pairs, plus `sft_coef` times the SFT loss of the chosen responses.
     """
 
-    responses = 2
+    responses = RESPONSES["dpo"]
     uses_reference = True
 
     def __init__(self, cfg: DPOConfig):

@@ -5,8 +5,9 @@ from __future__ import annotations
 import importlib.util
 import sys
 from types import ModuleType
+from typing import Any
 
-from mindspeed_rl.common.errors import ConfigError, Violation
+from mindspeed_rl.common.errors import ConfigError, DataError, Violation
 
 
 def run_user_file(path: str, module_name: str, key: str) -> ModuleType:
@@ -30,3 +31,30 @@ def run_user_file(path: str, module_name: str, key: str) -> ModuleType:
     except Exception as error:
         raise ConfigError([Violation(key, path, f"raised {type(error).__name__}: {error}")]) from error
     return module
+
+
+def user_class(path: str, name: str, key: str) -> type:
+    """A class in a user's file; `key` is the configuration's section of both.
+
+    Raises:
+        ConfigError: the file cannot be run, or has no such class.
+    """
+    module = run_user_file(path, key.rpartition(".")[2], f"{key}.path")
+    kind = getattr(module, name, None)
+    if not isinstance(kind, type):
+        classes = sorted(name for name, value in vars(module).items() if isinstance(value, type))
+        raise ConfigError([Violation(f"{key}.name", name, f"is no class in {path}", f"it has {classes}")])
+    return kind
+
+
+def call_user(key: str, what: str, function: Any, *arguments: Any) -> Any:
+    """What a user's function gives.
+
+    Raises:
+        DataError: it raises an error; named by the configuration's key and as `what`.
+    """
+    try:
+        return function(*arguments)
+    except Exception as error:  # whatever the user's code may raise
+        setting = key.rpartition(".")[2]
+        raise DataError(f"{setting}: {what} raised {type(error).__name__}: {error}") from error

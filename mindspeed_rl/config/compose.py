@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import difflib
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
@@ -181,6 +181,17 @@ def _drop_other_spelling(composed: DictConfig, key: str, overridden: Sequence[st
             for other in set(_SPELLINGS) - {name}:
                 if f"{parent}.{other}" not in overridden:
                     section.pop(other, None)
+
+
+def put(sections: dict[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """`sections`, into which the values went at their key paths."""
+    for path, value in values.items():
+        *parents, key = path.split(".")
+        section = sections
+        for parent in parents:
+            section = section.setdefault(parent, {})
+        section[key] = value
+    return sections
 
 
 def _validate_types(raw: dict[str, Any]) -> tuple[Config, list[Violation]]:

@@ -13,6 +13,7 @@ from itertools import accumulate
 from mindspeed_rl.config.algorithm import COV_LOSSES, FULL_KL
 from mindspeed_rl.config.reward import REWARD_MODEL
 from mindspeed_rl.config.schema import Config, MegatronConfig
+from mindspeed_rl.config.supervised import RESPONSES
 
 Chunks = tuple[tuple[range, ...], ...]
 """Layers (indices in the whole model) of each pipeline stage's model chunks; one chunk without interleaving."""
@@ -194,7 +195,7 @@ def derive_layout(cfg: Config) -> Layout:
     Where responses are given, a row of the data set counts as a prompt, and an iteration is an optimizer step.
     """
     actor, rl = cfg.actor, cfg.rl_config
-    given = {"sft": 1, "dpo": 2}.get(actor.stage)
+    given = RESPONSES.get(actor.stage)
     world, infer_tp = rl.actor_resource.num_npus, cfg.generate_config.infer_tensor_parallel_size
     rollout = rl.actor_resource if rl.rollout_resource is None else rl.rollout_resource
     return Layout(

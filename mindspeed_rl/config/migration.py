@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from mindspeed_rl.common.errors import ConfigError, Violation
-from mindspeed_rl.config.compose import load_config, schema_keys, shipped_configs
+from mindspeed_rl.config.compose import load_config, put, schema_keys, shipped_configs
 from mindspeed_rl.config.migration_values import CONVERTERS, ByHand, Values, implied
 from mindspeed_rl.config.schema import Config
 
@@ -61,13 +61,7 @@ class Migration:
 
     def to_yaml(self) -> str:
         """The run configuration."""
-        tree: dict[str, Any] = {}
-        for path, value in self.values.items():
-            *sections, key = path.split(".")
-            node = tree
-            for section in sections:
-                node = node.setdefault(section, {})
-            node[key] = value
+        tree = put({}, self.values)
         names = [*(name for name in _SECTION_ORDER if name in tree), *(n for n in tree if n not in _SECTION_ORDER)]
         lines = [line for name in names for line in self._lines(name, name, tree[name], 0)]
         return "\n".join(lines) + "\n"

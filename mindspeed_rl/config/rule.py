@@ -13,6 +13,13 @@ from mindspeed_rl.config.schema import Config
 Found = Iterator[Violation]
 WORLD = "rl_config.actor_resource.num_npus"
 INFER_TP = "generate_config.infer_tensor_parallel_size"
+OFFLOADS = (
+    "offload_train_optimizer",
+    "offload_train_grad",
+    "offload_train_param",
+    "offload_reference",
+)
+OF_REWARD_MODEL = "offload_reward_model"
 FORWARD_SIZES = tuple(f"{model}_forward_micro_batch_size" for model in ("actor", "ref", "critic"))
 TP, PP = "actor.tensor_model_parallel_size", "actor.pipeline_model_parallel_size"
 MAX_TOKENS, TOTAL = "generate_config.sampling_config.max_tokens", "tools_config.max_total_response_length"

@@ -6,20 +6,25 @@ from mindspeed_rl.common.errors import Violation
 from mindspeed_rl.config.files import actor_path
 from mindspeed_rl.config.layout import model_parallel, pipeline_chunks
 from mindspeed_rl.config.model import ModelConfig
-from mindspeed_rl.config.rule import CP, INFER_TP, PP, TP, WORLD, Found, divides, near_multiples, rule
+from mindspeed_rl.config.rule import (
+    CP,
+    INFER_TP,
+    OF_REWARD_MODEL,
+    OFFLOADS,
+    PP,
+    TP,
+    WORLD,
+    Found,
+    divides,
+    near_multiples,
+    rule,
+)
 from mindspeed_rl.config.schema import Config
 
 LAYER_LIST, NOOP = "actor.num_layer_list", "actor.noop_layers"
 CP_ALGO = "actor.context_parallel_algo"
 VPP = "actor.num_layers_per_virtual_pipeline_stage"
 INTEGRATED, ROLLOUT_RESOURCE = "rl_config.use_integrated_worker", "rl_config.rollout_resource"
-OFFLOADS = (
-    "offload_train_optimizer",
-    "offload_train_grad",
-    "offload_train_param",
-    "offload_reference",
-    "offload_reward_model",
-)
 
 
 @rule(WORLD, TP, CP, PP)
@@ -50,9 +55,9 @@ def rollout_has_devices(cfg: Config) -> Found:
         yield Violation(f"{ROLLOUT_RESOURCE}.num_npus", resource.num_npus, message, hint)
 
 
-@rule(INTEGRATED, *(f"generate_config.{key}" for key in OFFLOADS))
+@rule(INTEGRATED, *(f"generate_config.{key}" for key in (*OFFLOADS, OF_REWARD_MODEL)))
 def offload_makes_room_for_rollout(cfg: Config) -> Found:
-    for key in OFFLOADS:
+    for key in (*OFFLOADS, OF_REWARD_MODEL):
         if getattr(cfg.generate_config, key) and not cfg.rl_config.use_integrated_worker:
             message = "makes room for rollout, which has devices of its own with use_integrated_worker = False"
             yield Violation(f"generate_config.{key}", True, message, "set it to false")

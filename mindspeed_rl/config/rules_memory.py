@@ -10,17 +10,10 @@ from mindspeed_rl.config.files import actor_path
 from mindspeed_rl.config.layout import derive_layout, uses_full_kl, uses_reward_model
 from mindspeed_rl.config.memory import GIB, MemoryEstimate, estimate_memory
 from mindspeed_rl.config.model import ModelConfig
-from mindspeed_rl.config.rule import FORWARD_SIZES, INFER_TP, Found
+from mindspeed_rl.config.rule import FORWARD_SIZES, INFER_TP, OF_REWARD_MODEL, OFFLOADS, Found
 from mindspeed_rl.config.schema import Config
 
 LIMIT = "device_memory_gib"
-OFFLOADS = (
-    "offload_train_optimizer",
-    "offload_train_grad",
-    "offload_train_param",
-    "offload_reference",
-)
-OF_REWARD_MODEL = "offload_reward_model"
 Parts = dict[str, float]  # bytes, by what takes them
 Need = Callable[[Config, MemoryEstimate], tuple[Parts, float]]  # and how many there are for them
 LEAST_BUCKET_MB = 16.0

@@ -9,7 +9,7 @@ from mindspeed_rl.config.files import actor_path
 from mindspeed_rl.config.layout import model_parallel
 from mindspeed_rl.config.rule import CP, PP, TP, WORLD, Found, Rule, rule
 from mindspeed_rl.config.schema import Config
-from mindspeed_rl.config.supervised import GENERATE_KEYS, RL_KEYS
+from mindspeed_rl.config.supervised import GENERATE_KEYS, RESPONSES, RL_KEYS
 
 STAGE = "actor.stage"
 COLUMNS = ("prompt_key", "answer_key")
@@ -101,7 +101,7 @@ def packing_holds_a_row(cfg: Config) -> Found:
     if not cfg.is_supervised:
         return
     size, is_dynamic = cfg.rl_config.max_packing_token_size, cfg.rl_config.use_dynamic_bsz
-    longest = cfg.actor.seq_length * (2 if cfg.actor.stage == "dpo" else 1)
+    longest = cfg.actor.seq_length * RESPONSES[cfg.actor.stage]
     if is_dynamic and (size is None or size < longest):
         message = f"must hold a row of {longest} tokens: actor_config.seq_length"
         message += ", of both responses" if cfg.actor.stage == "dpo" else ""

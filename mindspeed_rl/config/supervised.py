@@ -8,7 +8,8 @@ from pydantic import Field
 
 from mindspeed_rl.config.section import NonNegative, Positive, Section
 
-STAGES = ("sft", "dpo")
+RESPONSES = {"sft": 1, "dpo": 2}  # of a row, by stage
+STAGES = tuple(RESPONSES)
 
 # keys of `rl_config` that mean the same in these stages; all others are refused there
 RL_KEYS = frozenset(

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 from transformers import PreTrainedTokenizerBase
 
-from mindspeed_rl.common.errors import ConfigError, DataError, Violation
-from mindspeed_rl.common.user_code import run_user_file
+from mindspeed_rl.common.errors import DataError
+from mindspeed_rl.common.user_code import call_user, user_class
 from mindspeed_rl.config.schema import MegatronConfig
 from mindspeed_rl.data.records import Record
 
@@ -39,24 +40,11 @@ def custom_records(
     """
     custom = actor.custom_dataset
     assert custom is not None, "asked for only where there is one"
-    module = run_user_file(custom.path, "custom_dataset", f"{KEY}.path")
-    kind = getattr(module, custom.name, None)
-    if not isinstance(kind, type):
-        classes = sorted(name for name, value in vars(module).items() if isinstance(value, type))
-        raise ConfigError(
-            [Violation(f"{KEY}.name", custom.name, f"is no class in {custom.path}", f"it has {classes}")]
-        )
-    data = _call(f"{custom.name}(…)", kind, [str(file) for file in files], tokenizer, actor)
-    for index in range(_call(f"len({custom.name})", len, data)):
+    kind, call = user_class(custom.path, custom.name, KEY), partial(call_user, KEY)
+    data = call(f"{custom.name}(…)", kind, [str(file) for file in files], tokenizer, actor)
+    for index in range(call(f"len({custom.name})", len, data)):
         where = f"{custom.name}[{index}]"
-        row = _call(where, data.__getitem__, index)
+        row = call(where, data.__getitem__, index)
         if not isinstance(row, Mapping):
             raise DataError(f"{where}: must be an object with columns, is {row!r:.60}")
         yield Record(dict(row), where)
-
-
-def _call(what: str, function: Any, *arguments: Any) -> Any:
-    try:
-        return function(*arguments)
-    except Exception as error:  # whatever the user's code may raise
-        raise DataError(f"custom_dataset: {what} raised {type(error).__name__}: {error}") from error

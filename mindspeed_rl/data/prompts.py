@@ -9,20 +9,18 @@ from collections.abc import Callable, Iterator, Sequence, Set
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
 from itertools import chain, islice
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-from jinja2.exceptions import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from mindspeed_rl.common.errors import DataError
 from mindspeed_rl.config.schema import MegatronConfig, RLConfig
+from mindspeed_rl.data.chat import Messages, is_message, read_template, render, with_system_prompt
 from mindspeed_rl.data.custom import custom_records
 from mindspeed_rl.data.records import Record, find_files, read_records
 
 TOKENISE_AT_ONCE = 1024  # rows
-Messages = Sequence[dict[str, str]]  # each with role and content
 
 
 @dataclass(frozen=True)
@@ -183,26 +181,12 @@ def records(actor: MegatronConfig, tokenizer: PreTrainedTokenizerBase, key: str)
         yield from ((record, file.stem) for record in read_records(file))
 
 
-def read_template(actor: MegatronConfig) -> str | None:
-    """The chat template in place of the tokenizer's.
-
-    Raises:
-        DataError: its file cannot be read.
-    """
-    if actor.chat_template is None:
-        return None
-    try:
-        return Path(actor.chat_template).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"chat_template = {actor.chat_template!r}: cannot be read: {error}") from error
-
-
 class _Encoder:
     """From rows as they are in files to tokens; it and its results travel between processes."""
 
     def __init__(self, actor: MegatronConfig, tokenizer: PreTrainedTokenizerBase, tools: Sequence[dict[str, Any]]):
         self.actor, self.tokenizer, self.tools = actor, tokenizer, list[Any](tools)
-        self.template = read_template(actor)
+        self.template = read_template(actor.chat_template)
 
     def __call__(self, records: Sequence[tuple[Record, str]]) -> list[_Row]:
         rows = [self._read(record, source) for record, source in records]
@@ -220,7 +204,7 @@ class _Encoder:
 
     def _text(self, prompt: Any, where: str) -> tuple[str, Messages]:
         """The prompt, and the messages that it was made of, if there were any."""
-        is_chat = isinstance(prompt, list) and all(map(_is_message, prompt))
+        is_chat = isinstance(prompt, list) and all(map(is_message, prompt))
         if not isinstance(prompt, str) and not is_chat:
             raise DataError(f"{where}: must be text or a list of {{role, content}} messages, is {prompt!r:.80}")
         if not self.actor.apply_chat_template:
@@ -228,26 +212,10 @@ class _Encoder:
                 raise DataError(f"{where}: holds chat messages; set apply_chat_template: true")
             return prompt, ()
         messages = prompt if is_chat else [{"role": "user", "content": prompt}]
-        if self.actor.system_prompt is not None:
-            others = [message for message in messages if message["role"] != "system"]
-            messages = [{"role": "system", "content": self.actor.system_prompt}, *others]
-        try:
-            text = self.tokenizer.apply_chat_template(
-                messages,
-                chat_template=self.template,
-                tools=self.tools or None,
-                tokenize=False,
-                add_generation_prompt=True,
-                **self.actor.chat_template_kwargs,
-            )
-        except TemplateError as error:  # templates refuse what they do not know, such as a system message
-            raise DataError(f"{where}: the chat template refuses it: {error}") from error
-        assert isinstance(text, str)
-        return text, messages
-
-
-def _is_message(message: Any) -> bool:
-    return isinstance(message, dict) and all(isinstance(message.get(key), str) for key in ("role", "content"))
+        messages = with_system_prompt(messages, self.actor.system_prompt)
+        settings = {"tools": self.tools or None, "add_generation_prompt": True, **self.actor.chat_template_kwargs}
+        refusal = f"{where}: the chat template refuses it"
+        return render(self.tokenizer, messages, self.template, refusal, **settings), messages
 
 
 def _labels(record: Record, file_source: str, actor: MegatronConfig) -> tuple[str, str, dict[str, Any]]:

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from jinja2.exceptions import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from mindspeed_rl.common.errors import DataError
 from mindspeed_rl.config.files import resolve_reward_model
 from mindspeed_rl.config.schema import Config
+from mindspeed_rl.data.chat import read_template, render
 from mindspeed_rl.data.prompts import PromptSample, shorten
 from mindspeed_rl.data.tokenizer import check_tokenizer, load_tokenizer
 
@@ -45,7 +45,7 @@ class RewardInputs:
         trust, use_fast = config.generate_config.trust_remote_code, config.actor.use_fast_tokenizer
         self.tokenizer = load_tokenizer(folder, trust, use_fast, key)
         check_tokenizer(self.tokenizer, shape)
-        self.template = _read_template(self.cfg.chat_template)
+        self.template = read_template(self.cfg.chat_template, "reward_config.chat_template")
         self.limit = self.cfg.max_length or shape.longest_sequence
         self.padding = json.loads((Path(self.cfg.load) / "config.json").read_text(encoding="utf-8")).get(
             "pad_token_id"
@@ -88,12 +88,8 @@ class RewardInputs:
         text = sample.prompt_text + response
         if self.renders:
             messages = [*sample.messages, {"role": "assistant", "content": response}]
-            try:
-                rendered = self.tokenizer.apply_chat_template(messages, chat_template=self.template, tokenize=False)
-            except TemplateError as error:
-                raise DataError(f"the reward model's chat template refuses {messages!r:.200}: {error}") from error
-            assert isinstance(rendered, str)
-            text = rendered
+            refusal = f"the reward model's chat template refuses {messages!r:.200}"
+            text = render(self.tokenizer, messages, self.template, refusal)
         ids = self.tokenizer(text, add_special_tokens=not self.renders)["input_ids"]
         if not ids:
             raise DataError(f"the reward model's tokenizer makes no tokens of {text!r:.200}")
@@ -105,12 +101,3 @@ class RewardInputs:
             return ids
         others = torch.nonzero(ids != self.padding)
         return ids[: int(others[-1]) + 1] if len(others) else ids[:1]
-
-
-def _read_template(path: str | None) -> str | None:
-    if path is None:
-        return None
-    try:
-        return Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"reward_config.chat_template = {path!r}: cannot be read: {error}") from error

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from mindspeed_rl.common.errors import ConfigError, DataError, Violation
-from mindspeed_rl.common.user_code import run_user_file
+from mindspeed_rl.common.user_code import call_user, user_class
 from mindspeed_rl.config.rule import nearest
 from mindspeed_rl.config.schema import MegatronConfig
 
@@ -185,10 +185,7 @@ class _CheckedSampler:
     def __init__(self, actor: MegatronConfig, sources: Sequence[str]):
         assert actor.custom_sampler is not None, "asked for only where there is one"
         path, self.name, self.size = actor.custom_sampler.path, actor.custom_sampler.name, len(sources)
-        kind = getattr(run_user_file(path, "custom_sampler", f"{self.KEY}.path"), self.name, None)
-        if not isinstance(kind, type):
-            raise ConfigError([Violation(f"{self.KEY}.name", self.name, f"is no class in {path}")])
-        self._sampler = self._call("()", kind, list(sources), actor)
+        self._sampler = self._call("()", user_class(path, self.name, self.KEY), list(sources), actor)
 
     def take(self, count: int) -> list[int]:
         indices = list(self._call(".take", self._sampler.take, count))
@@ -206,7 +203,4 @@ class _CheckedSampler:
         self._call(".load_state_dict", self._sampler.load_state_dict, state["custom"])
 
     def _call(self, what: str, function: Any, *arguments: Any) -> Any:
-        try:
-            return function(*arguments)
-        except Exception as error:  # whatever the user's code may raise
-            raise DataError(f"custom_sampler: {self.name}{what} raised {type(error).__name__}: {error}") from error
+        return call_user(self.KEY, f"{self.name}{what}", function, *arguments)

@@ -6,17 +6,17 @@ that the model would have to generate, with the end-of-sequence token as their l
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-from jinja2.exceptions import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from mindspeed_rl.common.errors import DataError
 from mindspeed_rl.config.schema import Config, MegatronConfig
-from mindspeed_rl.data.prompts import Messages, encoded, read_template, records
+from mindspeed_rl.data.chat import Messages, is_message, read_template, render, with_system_prompt
+from mindspeed_rl.data.prompts import encoded, records
 from mindspeed_rl.data.records import Record
 
 
@@ -135,7 +135,7 @@ class _Encoder:
     def __init__(self, actor: MegatronConfig, config: Config, tokenizer: PreTrainedTokenizerBase):
         self.actor, self.tokenizer, self.is_dpo = actor, tokenizer, actor.stage == "dpo"
         self.messages_key, self.dpo = config.sft_config.messages_key, config.dpo_config
-        self.template = read_template(self.actor)
+        self.template = read_template(actor.chat_template)
 
     def __call__(self, chunk: Sequence[tuple[Record, str]]) -> list[SupervisedRow]:
         return [self._row(record, source) for record, source in chunk]
@@ -178,13 +178,11 @@ class _Encoder:
 
         The text of a turn is what the template adds to the conversation before it.
         """
-        turns = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
-        if not turns or turns[0] == 0:
+        first = next((number for number, message in enumerate(messages) if message["role"] == "assistant"), 0)
+        if not first:
             raise DataError(f"{where}: needs a turn of the assistant, and one of somebody else before it")
-        if self.actor.system_prompt is not None:
-            others = [message for message in messages if message["role"] != "system"]
-            messages = [{"role": "system", "content": self.actor.system_prompt}, *others]
-            turns = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
+        messages = with_system_prompt(messages, self.actor.system_prompt)
+        turns = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
         done, prompt, parts = "", np.empty(0, np.int32), list[Response]()
         for turn in turns[-1:] if last else turns:
             before = self._added(done, messages[:turn], True, where)
@@ -200,17 +198,8 @@ class _Encoder:
 
     def _added(self, done: str, messages: Messages, generation: bool, where: str) -> str:
         """What the template adds to `done` for the conversation up to the last of `messages`."""
-        try:
-            text = self.tokenizer.apply_chat_template(
-                list(messages),
-                chat_template=self.template,
-                tokenize=False,
-                add_generation_prompt=generation,
-                **self.actor.chat_template_kwargs,
-            )
-        except TemplateError as error:
-            raise DataError(f"{where}: the chat template refuses it: {error}") from error
-        assert isinstance(text, str)
+        settings = {"add_generation_prompt": generation, **self.actor.chat_template_kwargs}
+        text = render(self.tokenizer, messages, self.template, f"{where}: the chat template refuses it", **settings)
         if not text.startswith(done):
             message = "the chat template writes earlier turns otherwise once there is a later one"
             raise DataError(f"{where}: {message}; learn one turn a row, with prompt_key and answer_key")
@@ -249,10 +238,7 @@ def _text(record: Record, key: str, setting: str) -> str:
 
 def _messages(record: Record, key: str, setting: str) -> list[dict[str, str]]:
     value: Any = record.require(key, setting)
-    known: Callable[[Any], bool] = lambda message: (  # noqa: E731
-        isinstance(message, dict) and isinstance(message.get("role"), str) and isinstance(message.get("content"), str)
-    )
-    if not isinstance(value, list) or not all(map(known, value)):
+    if not isinstance(value, list) or not all(map(is_message, value)):
         message = f"must be a list of {{role, content}} messages, is {value!r:.80}"
         raise DataError(f"{record.where}: {setting} = {key!r}: {message}")
     return value

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from jinja2.exceptions import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from mindspeed_rl.common.errors import DataError
 from mindspeed_rl.config.schema import MegatronConfig
-from mindspeed_rl.data.prompts import read_template
+from mindspeed_rl.data.chat import read_template, render
 
 _TURN = "a turn that calls tools"  # stands for the generated one, whose tokens are never made again
 
@@ -31,7 +30,7 @@ class ToolTurns:
 
     def __init__(self, actor: MegatronConfig, tokenizer: PreTrainedTokenizerBase, schemas: Sequence[dict[str, Any]]):
         self.tokenizer, self.schemas, self.kwargs = tokenizer, list[Any](schemas), actor.chat_template_kwargs
-        self.template = read_template(actor)
+        self.template = read_template(actor.chat_template)
         answers = ["the first answer", "the second answer"]
         text = self._text(answers)
         if not all(answer in text for answer in answers):
@@ -45,18 +44,9 @@ class ToolTurns:
     def _text(self, answers: Sequence[str]) -> str:
         messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _TURN}]
         messages += [{"role": "tool", "content": answer} for answer in answers]
-        try:
-            text = self.tokenizer.apply_chat_template(
-                messages,
-                chat_template=self.template,
-                tools=self.schemas,
-                tokenize=False,
-                add_generation_prompt=True,
-                **self.kwargs,
-            )
-        except TemplateError as error:
-            raise DataError(f"the chat template refuses an answer of a tool: {error}") from error
-        assert isinstance(text, str)
+        refusal = "the chat template refuses an answer of a tool"
+        settings = {"tools": self.schemas, "add_generation_prompt": True, **self.kwargs}
+        text = render(self.tokenizer, messages, self.template, refusal, **settings)
         _, turn, added = text.partition(_TURN)
         if not turn:
             raise DataError("the chat template does not write a turn of the assistant, as tools_config.tools needs")

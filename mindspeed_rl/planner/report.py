@@ -8,9 +8,10 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
+from mindspeed_rl.config.compose import put
 from mindspeed_rl.config.layout import Layout
 from mindspeed_rl.metrics.throughput import tokens_per_second_per_device
-from mindspeed_rl.planner.search import WITHOUT, Plan, Search, put
+from mindspeed_rl.planner.search import WITHOUT, Plan, Search
 from mindspeed_rl.planner.step import StepTime, Work
 
 STAGES = tuple(field.name for field in fields(StepTime))

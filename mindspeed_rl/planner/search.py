@@ -11,15 +11,14 @@ from itertools import product
 from typing import Any
 
 from mindspeed_rl.common.errors import ConfigError, Violation
-from mindspeed_rl.config.compose import validate
+from mindspeed_rl.config.compose import put, validate
 from mindspeed_rl.config.files import resolve_model
 from mindspeed_rl.config.layout import Layout, derive_layout
 from mindspeed_rl.config.memory import FLOAT32, GIB, rollout_parameters
 from mindspeed_rl.config.model import ModelConfig
+from mindspeed_rl.config.rule import OF_REWARD_MODEL, OFFLOADS
 from mindspeed_rl.config.rules_memory import (
     LIMIT,
-    OF_REWARD_MODEL,
-    OFFLOADS,
     estimate,
     shortages,
     with_generation,
@@ -165,14 +164,6 @@ class _Candidates:
             section, _, key = path.rpartition(".")
             raw.get(section, {}).pop(key, None)
         return put(raw, overrides)
-
-
-def put(sections: dict[str, Any], overrides: Overrides) -> dict[str, Any]:
-    """`sections`, into which the values went at their key paths."""
-    for path, value in overrides.items():
-        section, _, key = path.rpartition(".")
-        (sections.setdefault(section, {}) if section else sections)[key] = value
-    return sections
 
 
 def _with_room(cfg: Config, room: Overrides) -> Config:

@@ -15,12 +15,10 @@ from mindspeed_rl.algorithms.kl import KL_ESTIMATORS
 from mindspeed_rl.algorithms.losses import POLICY_LOSSES
 from mindspeed_rl.algorithms.registry import Registry, load_custom_algorithms
 from mindspeed_rl.checkpoint.hf import HFWeights, is_hf_folder
-from mindspeed_rl.checkpoint.state import CheckpointStore
 from mindspeed_rl.common.errors import ConfigError, Violation
 from mindspeed_rl.config.algorithm import FULL_KL
 from mindspeed_rl.config.files import actor_path, resolve_model, resolve_reward_model
 from mindspeed_rl.config.layout import (
-    Layout,
     derive_layout,
     uses_greedy_baseline,
     uses_reward_model,
@@ -30,35 +28,23 @@ from mindspeed_rl.config.rule import nearest
 from mindspeed_rl.config.schema import Config, RLConfig
 from mindspeed_rl.data.prompts import PromptDataset, PromptSample, load_prompts
 from mindspeed_rl.data.reward_inputs import RewardInputs
-from mindspeed_rl.data.sampler import Sampler, make_sampler
+from mindspeed_rl.data.sampler import make_sampler
 from mindspeed_rl.data.tokenizer import actor_tokenizer, check_tokenizer
 from mindspeed_rl.data.tool_turns import ToolTurns
 from mindspeed_rl.resharding.names import check_hf_names
 from mindspeed_rl.resharding.tables import VALUE_HEAD_NAME
 from mindspeed_rl.rewards.manager import RewardManager
 from mindspeed_rl.tools.toolbox import load_tools
-from mindspeed_rl.trainer.source import check_weights, checkpoint_store, choose_source
-from mindspeed_rl.workers.context import Source
+from mindspeed_rl.trainer.source import RunInputs, check_weights, checkpoint_store, choose_source
 
 
-@dataclass(frozen=True)
-class Inputs:
+@dataclass(frozen=True, kw_only=True)
+class Inputs(RunInputs):
     """What `prepare` found."""
 
-    model: ModelConfig
-    layout: Layout
-    source: Source
-    state: dict[str, Any] | None  # the driver's state in the checkpoint that the run goes on from
     tokenizer: PreTrainedTokenizerBase
     dataset: PromptDataset
-    sampler: Sampler  # at the position where the run goes on
     validation: PromptDataset | None  # what to validate on, if anything
-    store: CheckpointStore | None
-
-    @property
-    def completed(self) -> int:
-        """Iterations that are done already."""
-        return self.state["iteration"] if self.state else 0
 
 
 def prepare(config: Config) -> Inputs:
@@ -89,8 +75,17 @@ def prepare(config: Config) -> Inputs:
     if state is not None:
         sampler.load_state_dict(state["sampler"])
         _check_carried(state, config)
-    store = checkpoint_store(config, source, model, layout)
-    return Inputs(model, layout, source, state, tokenizer, dataset, sampler, validation, store)
+    return Inputs(
+        model=model,
+        layout=layout,
+        source=source,
+        state=state,
+        sampler=sampler,
+        store=checkpoint_store(config, source, model, layout),
+        tokenizer=tokenizer,
+        dataset=dataset,
+        validation=validation,
+    )
 
 
 def _check_sources(rl: RLConfig, datasets: Sequence[PromptDataset]) -> None:

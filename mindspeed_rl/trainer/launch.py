@@ -14,7 +14,6 @@ from typing import Any
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError
 
-from mindspeed_rl.checkpoint.state import CheckpointStore
 from mindspeed_rl.common.errors import ConfigError, Violation
 from mindspeed_rl.common.logging import setup_logging
 from mindspeed_rl.config.layout import Layout
@@ -22,6 +21,7 @@ from mindspeed_rl.config.rules_ascend import unfit_for
 from mindspeed_rl.config.rules_cluster import without_effect_on
 from mindspeed_rl.config.schema import Config
 from mindspeed_rl.data.prompts import PromptDataset
+from mindspeed_rl.data.supervised import SupervisedDataset
 from mindspeed_rl.device.base import Device
 from mindspeed_rl.device.select import make_device
 from mindspeed_rl.metrics.loggers import MetricLogger, make_loggers
@@ -29,12 +29,12 @@ from mindspeed_rl.trainer.grpo_trainer import GRPOTrainer
 from mindspeed_rl.trainer.inputs import Inputs, prepare, stop_tokens
 from mindspeed_rl.trainer.run_folder import RunFolder, default_run_name
 from mindspeed_rl.trainer.saver import Saver, Writers
-from mindspeed_rl.trainer.supervised_inputs import prepare_supervised
+from mindspeed_rl.trainer.source import RunInputs
+from mindspeed_rl.trainer.supervised_inputs import SupervisedInputs, prepare_supervised
 from mindspeed_rl.trainer.supervised_trainer import SupervisedFleet, SupervisedTrainer
 from mindspeed_rl.trainer.trace import Trace
 from mindspeed_rl.trainer.validation import Validation
 from mindspeed_rl.transfer_dock.ray_dock import RayTransferDock
-from mindspeed_rl.workers.context import Source
 from mindspeed_rl.workers.fleet import Fleet, make_fleet
 from mindspeed_rl.workers.logs import collect_logs
 from mindspeed_rl.workers.placement import beside_the_driver
@@ -52,9 +52,7 @@ def run(config: Config, config_yaml: str, config_name: str) -> int:
     """
     if config.device != "auto" and not _cluster_address(config):
         make_device(config.device)  # refused here if this machine has no such device
-    if config.is_supervised:
-        return _run_supervised(config, config_yaml, config_name)
-    inputs = prepare(config)
+    inputs = prepare_supervised(config) if config.is_supervised else prepare(config)
     if inputs.completed >= config.actor.train_iters:
         print(f"nothing to do: {inputs.source.state} is complete, train_iters = {config.actor.train_iters}")
         return 0
@@ -62,47 +60,46 @@ def run(config: Config, config_yaml: str, config_name: str) -> int:
     setup_logging(folder.logs, "driver")
     logger.info("%s", inputs.layout)
     logger.info("%s", inputs.source)
-    _print_prompts(config, "prompts", inputs.dataset)
+    what, limit = "prompts", config.rl_config.max_prompt_length
+    if isinstance(inputs, SupervisedInputs):
+        what, limit = "rows", config.actor.seq_length
+    _print_data(what, inputs.dataset, limit)
     if inputs.validation is not None:
-        _print_prompts(config, "prompts to validate on", inputs.validation)
+        _print_data(f"{what} to validate on", inputs.validation, limit)
     with ExitStack() as stack:
         stack.enter_context(_ray(config, inputs.layout))
-        _train(config, inputs, folder, stack)
+        if isinstance(inputs, SupervisedInputs):
+            _train_supervised(config, inputs, folder, stack)
+        else:
+            _train(config, inputs, folder, stack)
     print(f"run folder: {folder.path}")
     return 0
 
 
-def _run_supervised(config: Config, config_yaml: str, config_name: str) -> int:
-    """The same where responses are given: there is no rollout, nothing scores, and samples need no dock."""
-    inputs = prepare_supervised(config)
-    if inputs.completed >= config.actor.train_iters:
-        print(f"nothing to do: {inputs.source.state} is complete, train_iters = {config.actor.train_iters}")
-        return 0
-    folder = RunFolder(config.output_dir, config.run_name or default_run_name(config_name), config_yaml)
-    setup_logging(folder.logs, "driver")
-    logger.info("%s", inputs.layout)
-    logger.info("%s", inputs.source)
-    for what, data in (("rows", inputs.dataset), ("rows to validate on", inputs.validation)):
-        if data is not None:
-            shortened = f", shortened to that: {data.truncated}" if data.truncated else ""
-            limit = config.actor.seq_length
-            print(f"{what}: {len(data)}; dropped as longer than {limit} tokens: {data.dropped_too_long}{shortened}")
-    with ExitStack() as stack:
-        stack.enter_context(_ray(config, inputs.layout))
-        device = _device(config)
-        stack.callback(collect_logs, folder.logs, folder.logs)
-        config = config.model_copy(update={"device": device.name})
-        fleet = SupervisedFleet(config, inputs.layout, inputs.model, device, folder.logs)
-        stack.callback(fleet.kill)
-        fleet.start(inputs.source)
-        loggers, saver, trace = _outputs(config, inputs.store, inputs.source, fleet, folder, stack)
-        SupervisedTrainer(config, inputs, fleet, saver, loggers, trace).fit()
-    print(f"run folder: {folder.path}")
-    return 0
+def _print_data(what: str, data: PromptDataset | SupervisedDataset, limit: int) -> None:
+    truncated = f", shortened to that: {data.truncated}" if data.truncated else ""
+    print(f"{what}: {len(data)}; dropped as longer than {limit} tokens: {data.dropped_too_long}{truncated}")
+
+
+def _train_supervised(config: Config, inputs: SupervisedInputs, folder: RunFolder, stack: ExitStack) -> None:
+    """As `_train`, where responses are given: there is no rollout, nothing scores, and samples need no dock."""
+    config, device = _on_device(config, folder, stack)
+    fleet = SupervisedFleet(config, inputs.layout, inputs.model, device, folder.logs)
+    stack.callback(fleet.kill)
+    fleet.start(inputs.source)
+    loggers, saver, trace = _outputs(config, inputs, fleet, folder, stack)
+    SupervisedTrainer(config, inputs, fleet, saver, loggers, trace).fit()
+
+
+def _on_device(config: Config, folder: RunFolder, stack: ExitStack) -> tuple[Config, Device]:
+    """The device that runs, and the configuration with it; logs of all nodes are fetched when `stack` ends."""
+    device = _device(config)
+    stack.callback(collect_logs, folder.logs, folder.logs)
+    return config.model_copy(update={"device": device.name}), device
 
 
 def _outputs(
-    config: Config, store: CheckpointStore | None, source: Source, fleet: Writers, folder: RunFolder, stack: ExitStack
+    config: Config, inputs: RunInputs, fleet: Writers, folder: RunFolder, stack: ExitStack
 ) -> tuple[list[MetricLogger], Saver | None, Trace | None]:
     """Where metrics, checkpoints and spans of time go; `stack` ends it."""
     loggers = make_loggers(config.rl_config, folder.path, config.actor.train_iters)
@@ -111,22 +108,16 @@ def _outputs(
     trace = Trace(folder.path / "trace.json") if config.trace else None
     if trace is not None:
         stack.callback(trace.close)
-    saver = Saver(config, store, fleet, source.weights) if store else None
+    saver = Saver(config, inputs.store, fleet, inputs.source.weights) if inputs.store else None
     if saver is not None:
         stack.push(saver.close)
     return loggers, saver, trace
 
 
-def _print_prompts(config: Config, what: str, data: PromptDataset) -> None:
-    truncated = f", shortened to that: {data.truncated}" if data.truncated else ""
-    limit = config.rl_config.max_prompt_length
-    print(f"{what}: {len(data)}; dropped as longer than {limit} tokens: {data.dropped_too_long}{truncated}")
-
-
 def _train(config: Config, inputs: Inputs, folder: RunFolder, stack: ExitStack) -> None:
     """Start dock and workers, train, and leave on `stack` what ends them again."""
     config, dock, reward, fleet = _start(config, inputs, folder, stack)
-    loggers, saver, trace = _outputs(config, inputs.store, inputs.source, fleet, folder, stack)
+    loggers, saver, trace = _outputs(config, inputs, fleet, folder, stack)
     validation = Validation(config, inputs.validation, fleet, reward) if inputs.validation else None
     GRPOTrainer(config, inputs, fleet, saver, reward, dock, loggers, validation, trace).fit()
 
@@ -139,7 +130,7 @@ def start_validation(config: Config, config_yaml: str, config_name: str, stack: 
     """
     inputs = prepare(config)
     assert inputs.validation is not None, "there is something to validate on"
-    _print_prompts(config, "prompts to validate on", inputs.validation)
+    _print_data("prompts to validate on", inputs.validation, config.rl_config.max_prompt_length)
     folder = RunFolder(config.output_dir, config.run_name or default_run_name(config_name), config_yaml)
     setup_logging(folder.logs, "driver")
     stack.enter_context(_ray(config, inputs.layout))
@@ -152,9 +143,7 @@ def _start(
 ) -> tuple[Config, RayTransferDock, Any, Fleet]:
     """The configuration with the device that runs, and dock, reward worker and workers, which `stack` ends."""
     layout = inputs.layout
-    device = _device(config)
-    stack.callback(collect_logs, folder.logs, folder.logs)
-    config = config.model_copy(update={"device": device.name})
+    config, device = _on_device(config, folder, stack)
     cpus = config.rl_config.num_cpus_for_local_task
     # samples' metadata passes by it all the time, and it must not be lost before the driver is
     dock = RayTransferDock.create(dock_spec(config, layout), cpus, strategy=beside_the_driver())

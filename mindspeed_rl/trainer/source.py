@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from mindspeed_rl.config.layout import Layout, shares_critic, uses_critic
 from mindspeed_rl.config.model import ModelConfig
 from mindspeed_rl.config.schema import Config
 from mindspeed_rl.config.supervised import STAGES as SUPERVISED_STAGES
+from mindspeed_rl.data.sampler import Sampler
 from mindspeed_rl.resharding.names import check_hf_names
 from mindspeed_rl.workers.context import Source
 
@@ -26,6 +28,23 @@ def _check_writable(key: str, folder: str) -> None:
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
         raise ConfigError([Violation(key, folder, f"cannot be written to: {error.strerror}")]) from error
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunInputs:
+    """What is found of every run, whatever it learns from."""
+
+    model: ModelConfig
+    layout: Layout
+    source: Source
+    state: dict[str, Any] | None  # the driver's state in the checkpoint that the run goes on from
+    sampler: Sampler  # at the position where the run goes on
+    store: CheckpointStore | None
+
+    @property
+    def completed(self) -> int:
+        """Iterations that are done already."""
+        return self.state["iteration"] if self.state else 0
 
 
 def check_weights(model: ModelConfig, source: Source) -> None:

@@ -3,37 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
-from mindspeed_rl.checkpoint.state import CheckpointStore
 from mindspeed_rl.config.files import resolve_model
-from mindspeed_rl.config.layout import Layout, derive_layout
-from mindspeed_rl.config.model import ModelConfig
+from mindspeed_rl.config.layout import derive_layout
 from mindspeed_rl.config.schema import Config
-from mindspeed_rl.data.sampler import Sampler, make_sampler
+from mindspeed_rl.data.sampler import make_sampler
 from mindspeed_rl.data.supervised import SupervisedDataset, load_supervised
 from mindspeed_rl.data.tokenizer import actor_tokenizer, check_tokenizer
-from mindspeed_rl.trainer.source import check_weights, checkpoint_store, choose_source
-from mindspeed_rl.workers.context import Source
+from mindspeed_rl.trainer.source import RunInputs, check_weights, checkpoint_store, choose_source
 
 
-@dataclass(frozen=True)
-class SupervisedInputs:
+@dataclass(frozen=True, kw_only=True)
+class SupervisedInputs(RunInputs):
     """What `prepare_supervised` found."""
 
-    model: ModelConfig
-    layout: Layout
-    source: Source
-    state: dict[str, Any] | None  # the driver's state in the checkpoint that the run goes on from
     dataset: SupervisedDataset
-    sampler: Sampler  # at the position where the run goes on
     validation: SupervisedDataset | None  # what to validate on, if anything
-    store: CheckpointStore | None
-
-    @property
-    def completed(self) -> int:
-        """Iterations that are done already."""
-        return self.state["iteration"] if self.state else 0
 
 
 def prepare_supervised(config: Config) -> SupervisedInputs:
@@ -55,5 +40,12 @@ def prepare_supervised(config: Config) -> SupervisedInputs:
     if state is not None:
         sampler.load_state_dict(state["sampler"])
     return SupervisedInputs(
-        model, layout, source, state, dataset, sampler, validation, checkpoint_store(config, source, model, layout)
+        model=model,
+        layout=layout,
+        source=source,
+        state=state,
+        sampler=sampler,
+        store=checkpoint_store(config, source, model, layout),
+        dataset=dataset,
+        validation=validation,
     )

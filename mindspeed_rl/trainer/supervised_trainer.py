@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from mindspeed_rl.common.metric import MetricSet
-from mindspeed_rl.common.timing import Timings, stage_seconds
+from mindspeed_rl.common.timing import Timings
+from mindspeed_rl.common.timing import stage_seconds as by_stage
 from mindspeed_rl.config.layout import Layout
 from mindspeed_rl.config.model import ModelConfig
 from mindspeed_rl.config.schema import Config
@@ -16,10 +17,16 @@ from mindspeed_rl.data.supervised import SupervisedRow
 from mindspeed_rl.device.base import Device
 from mindspeed_rl.metrics.loggers import MetricLogger
 from mindspeed_rl.metrics.names import with_aliases
-from mindspeed_rl.metrics.throughput import model_flops_utilisation, tokens_per_second_per_device, train_flops
+from mindspeed_rl.metrics.throughput import (
+    model_flops_utilisation,
+    stage_seconds,
+    tokens_per_second_per_device,
+    train_flops,
+)
 from mindspeed_rl.trainer.saver import Saver
 from mindspeed_rl.trainer.supervised_inputs import SupervisedInputs
 from mindspeed_rl.trainer.trace import Trace
+from mindspeed_rl.trainer.validation import is_due
 from mindspeed_rl.workers.context import Source, WorkerReport
 from mindspeed_rl.workers.fleet import watch_over
 from mindspeed_rl.workers.group import WorkerGroup
@@ -115,10 +122,7 @@ class SupervisedTrainer:
     # ---- validation ----------------------------------------------------------------------------------------------
 
     def _validate_if_due(self) -> dict[str, float]:
-        rl, done = self.config.rl_config, self.iteration
-        last = done == self.config.actor.train_iters
-        due = rl.val_before_train if done == 0 else rl.test_freq and (done % rl.test_freq == 0 or last)
-        if self.inputs.validation is None or not due:
+        if self.inputs.validation is None or not is_due(self.config, self.iteration):
             return {}
         by_source: dict[str, list[SupervisedRow]] = {}
         for row in self.inputs.validation.rows:
@@ -154,7 +158,7 @@ class SupervisedTrainer:
             merged.max("memory/device_peak", report.peak_memory_bytes / 2**30, unit="GiB")
             merged.max("memory/host_peak", report.peak_host_bytes / 2**30, unit="GiB")
             self._trace(report)
-            for stage, value in stage_seconds(report.spans).items():
+            for stage, value in by_stage(report.spans).items():
                 seconds.setdefault(stage, []).append(value)
         if self.trace is not None:
             self.trace.add("driver", timings.spans)
@@ -162,10 +166,9 @@ class SupervisedTrainer:
         trained = self.iteration * self.config.actor.global_batch_size
         merged.mean("data/epoch", trained / len(self.inputs.dataset), unit="epochs")
         metrics = merged.finalize()
-        metrics |= {f"timing/{stage}": value for stage, value in stage_seconds(timings.spans).items()}
+        metrics |= {f"timing/{stage}": value for stage, value in by_stage(timings.spans).items()}
         metrics |= {f"timing/{stage}": max(values) for stage, values in seconds.items()}
-        slowest, updates = self.config.rl_config.log_max_throughput, seconds["update"]
-        update = max(updates) if slowest else sum(updates) / len(updates)
+        update = stage_seconds(seconds["update"], self.config.rl_config.log_max_throughput)
         world = self.layout.world
         metrics["throughput/total"] = tokens_per_second_per_device(sum(lengths), metrics["timing/all"], world)
         metrics["throughput/update"] = tokens_per_second_per_device(sum(lengths), update, world)

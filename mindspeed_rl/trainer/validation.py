@@ -16,6 +16,14 @@ from mindspeed_rl.workers.fleet import Fleet
 from mindspeed_rl.workers.group import Call
 
 
+def is_due(config: Config, step: int) -> bool:
+    """Whether to validate the weights after so many iterations."""
+    rl = config.rl_config
+    if step == 0:
+        return rl.val_before_train
+    return rl.test_freq > 0 and (step % rl.test_freq == 0 or step == config.actor.train_iters)
+
+
 class Validation:
     """Answers and scores `val_data_path`. Nothing that training depends on changes by it.
 
@@ -33,11 +41,8 @@ class Validation:
         self._samples = ray.put(self.samples)
 
     def is_due(self, step: int) -> bool:
-        """Whether to validate the weights after so many iterations."""
-        rl = self.config.rl_config
-        if step == 0:
-            return rl.val_before_train
-        return rl.test_freq > 0 and (step % rl.test_freq == 0 or step == self.config.actor.train_iters)
+        """See `is_due`."""
+        return is_due(self.config, step)
 
     def run(self, step: int) -> tuple[dict[str, float], list[dict[str, Any]]]:
         """Metrics of a step, by name, and each response with what it got, in the order of the prompts."""

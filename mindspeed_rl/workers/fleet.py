@@ -73,7 +73,7 @@ class Fleet(Protocol):
 def make_fleet(config: Config, layout: Layout, model: ModelConfig, device: Device, log_folder: str) -> Fleet:
     """Start the worker processes of a run."""
     kind = IntegratedFleet if layout.integrated else SeparateFleet
-    return kind(config, layout, model, device, Placement(config, layout, device), log_folder)
+    return kind(config, layout, model, device, log_folder)
 
 
 def watch_over(config: Config, placement: Placement) -> Watch:
@@ -96,15 +96,8 @@ def _start_rewards(workers: WorkerGroup, config: Config, iteration: int) -> Futu
 class IntegratedFleet:
     """Every device trains and generates, in turn. See `Fleet`."""
 
-    def __init__(
-        self,
-        config: Config,
-        layout: Layout,
-        model: ModelConfig,
-        device: Device,
-        placement: Placement,
-        log_folder: str,
-    ):
+    def __init__(self, config: Config, layout: Layout, model: ModelConfig, device: Device, log_folder: str):
+        placement = Placement(config, layout, device)
         self.config, self.watch = config, watch_over(config, placement)
         self.workers = WorkerGroup(
             IntegratedWorker, layout.world, 0, self.watch, config, layout, model, device, placement, log_folder
@@ -156,15 +149,8 @@ class IntegratedFleet:
 class SeparateFleet:
     """Some devices train, others generate, each kind in a world of its own. See `Fleet`."""
 
-    def __init__(
-        self,
-        config: Config,
-        layout: Layout,
-        model: ModelConfig,
-        device: Device,
-        placement: Placement,
-        log_folder: str,
-    ):
+    def __init__(self, config: Config, layout: Layout, model: ModelConfig, device: Device, log_folder: str):
+        placement = Placement(config, layout, device)
         self.config, self.watch = config, watch_over(config, placement)
         arguments = (self.watch, config, layout, model, device, placement, log_folder)
         self.training = WorkerGroup(TrainingWorker, layout.world, 0, *arguments)

@@ -63,19 +63,21 @@ class Supervised:
     def update(self, rows: Sequence[SupervisedRow], shares: Shares, timings: Timings) -> MetricSet:
         """One optimizer step on `rows`."""
         batch = self._batch(rows, shares)
+        passes = self._passes(batch)
         if self.objective.uses_reference:
             with timings("reference_model"):
-                self._add_reference(batch)
+                self._add_reference(batch, passes)
         with timings("update"):
-            return self._train(batch)
+            return self._train(batch, passes)
 
     def validate(self, rows: Sequence[SupervisedRow], shares: Shares, timings: Timings) -> MetricSet:
         """The objective's metrics of `rows`."""
         batch = self._batch(rows, shares)
         with timings("validation"):
+            passes = self._passes(batch)
             if self.objective.uses_reference:
-                self._add_reference(batch)
-            outputs = self.engine.score(batch, self._passes(batch, self._most(batch)), TEMPERATURE)
+                self._add_reference(batch, passes)
+            outputs = self.engine.score(batch, passes, TEMPERATURE)
             if outputs is None:
                 return MetricSet()
             assert outputs.log_probs is not None, "a language model has log-probs"
@@ -96,30 +98,28 @@ class Supervised:
             {LOSS_MASK: [torch.from_numpy(response.learned).float() for _, response in pairs]},
         )
 
-    def _passes(self, batch: RolloutBatch, at_least: int = 1) -> list[list[int]]:
-        """The sequences of each pass over `batch`, whole rows."""
+    def _passes(self, batch: RolloutBatch) -> list[list[int]]:
+        """The sequences of each pass over `batch`, whole rows.
+
+        All data-parallel ranks make as many as the one that needs most, as their collectives must meet.
+        """
         each, cap = self.objective.responses, self.config.rl_config.max_packing_token_size
-        rows = len(batch) // each
-        if cap is None:
+        rows, lengths = len(batch) // each, batch.lengths
+        if cap is None:  # ranks have equally many rows
             passes = fixed_micro_batches(rows, self.config.actor.micro_batch_size // each)
         else:
-            lengths = batch.lengths
-            passes = micro_batches(
-                [sum(lengths[row * each : (row + 1) * each]) for row in range(rows)], cap, at_least
-            )
-        return [[row * each + response for row in rows_ for response in range(each)] for rows_ in passes]
+            of_rows = [sum(lengths[row * each : (row + 1) * each]) for row in range(rows)]
+            needed = len(micro_batches(of_rows, cap))
+            passes = micro_batches(of_rows, cap, int(self.engine.max_over_data_parallel([needed])[0]))
+        return [[row * each + response for row in members for response in range(each)] for members in passes]
 
-    def _most(self, batch: RolloutBatch) -> int:
-        """Passes of the data-parallel rank that needs most: all make as many, as their collectives must meet."""
-        return int(self.engine.max_over_data_parallel([len(self._passes(batch))])[0])
-
-    def _add_reference(self, batch: RolloutBatch) -> None:
-        outputs = self.engine.score(batch, self._passes(batch, self._most(batch)), TEMPERATURE, reference=True)
+    def _add_reference(self, batch: RolloutBatch, passes: list[list[int]]) -> None:
+        outputs = self.engine.score(batch, passes, TEMPERATURE, reference=True)
         found = self.replica.share(lambda: None if outputs is None else outputs.log_probs)
         assert found is not None, "the leader of a model replica is its output rank"
         batch.columns[REFERENCE] = list(found.split(batch.response_lengths.tolist()))
 
-    def _train(self, batch: RolloutBatch) -> MetricSet:
+    def _train(self, batch: RolloutBatch, passes: list[list[int]]) -> MetricSet:
         local, cost = self.objective.denominators(batch), sum(sequence_costs(batch.lengths, self.model))
         sums = self.engine.sum_over_data_parallel([local.tokens, local.sequences, cost])
         largest_cost = self.engine.max_over_data_parallel([cost])[0]
@@ -129,7 +129,6 @@ class Supervised:
             assert outputs.log_probs is not None, "a language model has log-probs"
             return self.objective(micro, outputs.log_probs, denominators)
 
-        passes = self._passes(batch, self._most(batch))
         metrics = self.engine.train_mini_batch(batch, loss, passes, TEMPERATURE, entropy=False)
         metrics.mean("update/imbalance", largest_cost * self.layout.dp / sums[2])
         return metrics
