@@ -122,8 +122,9 @@ def permutation(size: int, seed: int, number: int) -> list[int]:
 class MixedSampler:
     """Given shares of sources, each of whose rows are used like a data set of their own.
 
-    The n-th index is of the source that lacks most of its share of n (of equal ones the first by name), so that any
-    stretch of indices has these shares, but for a row of a source. Sources without a weight are not used.
+    The n-th index is of the source that lacks most of its share of n (of equal ones the first by name). With two
+    sources each has had its share of n to less than a row; with more it may be off by little more. Sources without a
+    weight are not used.
 
     Args:
         sources: of each row, where it comes from.

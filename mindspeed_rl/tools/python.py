@@ -1,6 +1,7 @@
 """Python programs that a model writes, each in a process of its own with limits on time, memory and output.
 
-The limits keep mistakes from doing harm. They are no fortress: a program can read what the user of this process can.
+The limits keep mistakes from doing harm. They are no fortress: a program can read and change what the user of
+this process can.
 """
 
 from __future__ import annotations
